@@ -30,7 +30,7 @@ EXIT_USAGE = 2
 
 _EPILOG = """\
 Contenders that claim to compute the same function are compared before they are timed, with gradients where those are
-timed too; a case whose contenders disagree is refused and the exit code is 1.
+timed too; a case whose contenders disagree is rejected and the exit code is 1.
 
 Timings taken while other programs use the processor are marked as not to be trusted: on a busy machine the waiting
 loops of torch's threads slow a call down up to a hundred times. OMP_WAIT_POLICY=passive in the environment avoids that
@@ -90,12 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report.results.append(_measure(case, options))
         except DisagreementError as error:
             _progress(str(error))
-            report.refused.append(error)
+            report.rejected.append(error)
         for path, text in ((options.json, report.json()), (options.markdown, report.markdown())):
             if path is not None:
                 write_atomically(path, text)
     print(report.markdown(), end="")
-    return EXIT_DISAGREEMENT if report.refused else 0
+    return EXIT_DISAGREEMENT if report.rejected else 0
 
 
 def select_cases(globs: Sequence[str]) -> list[Case]:

@@ -142,7 +142,7 @@ class Message(NamedTuple):
         return (2 if self.kind == "all-reduce" else 1) * self.size * (self.ranks - 1) / self.ranks
 
 
-def messages(sizes: Sizes, mesh: Mesh, *, parts: int = 1, place: int = 0, gradient: int = 4) -> list[Message]:
+def messages(sizes: Sizes, mesh: Mesh, *, parts: int = 1, cp_rank: int = 0, gradient: int = 4) -> list[Message]:
     """Return the messages of a rank in a step of AdamW on packed rows.
 
     Args:
@@ -162,7 +162,7 @@ def messages(sizes: Sizes, mesh: Mesh, *, parts: int = 1, place: int = 0, gradie
             messages.append(Message("all-reduce", mesh.copies, gradient * (layers + rest) // mesh.shard))
     elif mesh.copies > 1:
         messages.append(Message("all-reduce", mesh.copies, gradient * sizes.parameters))
-    neighbors = (place > 0) + (place + 1 < mesh.context)
+    neighbors = (cp_rank > 0) + (cp_rank + 1 < mesh.context)
     if neighbors:
         messages.append(Message("send", 2, parts * neighbors * sizes.layers * sizes.carried))
     return messages

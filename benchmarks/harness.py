@@ -135,7 +135,7 @@ class DisagreementError(Exception):
 
     def __init__(self, case: str, differences: list[str]) -> None:
         """Keep the case's name and the differences."""
-        super().__init__(f"{case} is refused, its contenders disagree:\n" + "\n".join(f"  {d}" for d in differences))
+        super().__init__(f"{case} is rejected, its contenders disagree:\n" + "\n".join(f"  {d}" for d in differences))
         self.case = case
         self.differences = differences
 
@@ -232,7 +232,7 @@ def time_case(
     # What the set-up left stays out of the collections between the samples, which are then short.
     gc.collect()
     gc.freeze()
-    neighbors = OtherPrograms()
+    other_programs = OtherPrograms()
     for turn in range(repeats):
         progress(f"{case.name}: round {turn + 1} of {repeats}")
         for contender in case.contenders:
@@ -240,7 +240,7 @@ def time_case(
                 continue
             gc.collect()
             samples[contender.name].append(1e3 * seconds(calls[contender.name], counts[contender.name], clock))
-    cores_used_by_others = neighbors.cores_used() if clock is time.perf_counter else None
+    cores_used_by_others = other_programs.cores_used() if clock is time.perf_counter else None
     gc.unfreeze()
     timings = [Timing(contender=name, samples_ms=tuple(samples[name]), calls_per_sample=counts[name]) for name in calls]
     return CaseResult(case=case, timings=timings, cores_used_by_others=cores_used_by_others)

@@ -67,8 +67,8 @@ class RunMeasurements(NamedTuple):
         seconds: Seconds of each step.
         loss: Loss of the first step.
         memory: Bytes of the rank that needs most.
-        sent: Bytes to neighbors per step, of the rank that sends most.
-        waited: Seconds of waiting for neighbors per step, of the rank that waits most.
+        sent: Bytes sent to other ranks per step, of the rank that sends most.
+        waited: Seconds of waiting for other ranks per step, of the rank that waits most.
     """
 
     seconds: list[float]
@@ -78,17 +78,17 @@ class RunMeasurements(NamedTuple):
     waited: float
 
 
-class TimedNeighbors:
-    """A clock of the time in which a rank waits for its neighbors."""
+class WaitingClock:
+    """A clock of the time in which a rank waits for the ranks before and after it."""
 
     def __init__(self, cp_group: ContextParallelGroup) -> None:
         """Wrap the calls that send and receive messages."""
         self.seconds = 0.0
         self._send = cp_group.send
         self._receive = cp_group.receive
-        vars(cp_group).update(send=self._sending, receive=self._receiving)
+        vars(cp_group).update(send=self._timed_send, receive=self._timed_receive)
 
-    def _sending(self, values: Any, *, to_next: bool) -> tuple[TimedNeighbors, Any]:
+    def _timed_send(self, values: Any, *, to_next: bool) -> tuple[WaitingClock, Any]:
         self._work, message = self._send(values, to_next=to_next)
         return self, message
 
@@ -98,7 +98,7 @@ class TimedNeighbors:
         self._work.wait()
         self.seconds += perf_counter() - began
 
-    def _receiving(self, like: Any, *, from_prev: bool) -> Any:
+    def _timed_receive(self, like: Any, *, from_prev: bool) -> Any:
         began = perf_counter()
         values = self._receive(like, from_prev=from_prev)
         self.seconds += perf_counter() - began
@@ -131,7 +131,7 @@ def work(directory: Path, plan: Plan, sizes: dict[str, Any], steps: int) -> None
     before = high_water_mark()
     trainer = start(directory, plan, sizes, world)
     cp_group = world.cp_group
-    timed = TimedNeighbors(cp_group) if cp_group else None
+    timed = WaitingClock(cp_group) if cp_group else None
     loss = trainer._take_step()[0].loss
     reset_high_water_mark()
     sent, waited = (cp_group.sent, timed.seconds) if cp_group and timed else (0, 0.0)

@@ -19,7 +19,7 @@ class Report:
     command: str
     machine: dict[str, Any]
     results: list[CaseResult] = field(default_factory=list)
-    refused: list[DisagreementError] = field(default_factory=list)
+    rejected: list[DisagreementError] = field(default_factory=list)
 
     def markdown(self) -> str:
         """Return the report as Markdown: machine, command, table, and cases that failed or cannot be trusted."""
@@ -29,8 +29,8 @@ class Report:
         ]
         if doubts:
             sections.append("\n".join(doubts))
-        if self.refused:
-            sections.append("\n".join(f"Refused: `{error.case}`, its contenders disagree." for error in self.refused))
+        if self.rejected:
+            sections.append("\n".join(f"Rejected: `{error.case}`, its contenders disagree." for error in self.rejected))
         return "\n\n".join(sections) + "\n"
 
     def json(self) -> str:
@@ -39,7 +39,7 @@ class Report:
             "command": self.command,
             "machine": self.machine,
             "cases": [_case_as_json(result) for result in self.results],
-            "refused": [{"case": error.case, "differences": error.differences} for error in self.refused],
+            "rejected": [{"case": error.case, "differences": error.differences} for error in self.rejected],
         }
         return json.dumps(document, indent=2) + "\n"
 

@@ -58,7 +58,7 @@ def machine_with(gigabits: float, options: argparse.Namespace) -> Machine:
 
 def sent(sizes: Sizes, mesh: Mesh) -> float:
     """Return the bytes that a rank sends in a step; of those that share a row, one in the middle."""
-    return sum(message.sent for message in messages(sizes, mesh, place=min(1, mesh.context - 1)))
+    return sum(message.sent for message in messages(sizes, mesh, cp_rank=min(1, mesh.context - 1)))
 
 
 def bytes_table(sizes: dict[str, dict[str, Sizes]]) -> Iterator[str]:

@@ -163,8 +163,8 @@ def llama(server: str, weights: str, clients: list[int], rounds: int, waves: int
     # Random prompts have nothing in common, so that its caches of prompts would only cost it time.
     off = ("--cache-ram", "0", "--ctx-checkpoints", "0", "--no-ui")
     theirs = [server, "-m", file, "-np", "8", "-t", "2", "-c", "8192", "--port", str(free_port()), *off]
-    narrow = () if weights == "float32" else ("--weights", weights)
-    with saved(model) as directory, serving(directory, *narrow) as ours, process_of(theirs) as other:
+    options = () if weights == "float32" else ("--weights", weights)
+    with saved(model) as directory, serving(directory, *options) as ours, process_of(theirs) as other:
         names = {
             ours: TargetModel(Path(directory).name, model.config.vocab_size),
             other: TargetModel(file, model.config.vocab_size),
@@ -173,12 +173,12 @@ def llama(server: str, weights: str, clients: list[int], rounds: int, waves: int
         print(f"| {weights}: clients | anymamba, tokens/s | llama-server | ratio | first token, p50 | llama-server |")
         print("|---:|---:|---:|---:|---:|---:|")
         for count in clients:
-            found: dict[Target, list[dict[str, Any]]] = {ours: [], other: []}
+            results_by_target: dict[Target, list[dict[str, Any]]] = {ours: [], other: []}
             for i in range(rounds + 1):
-                for target, results in found.items():
+                for target, results in results_by_target.items():
                     results.append(load(target, names[target], count, waves if i else 1, i, temperature=0))
             speeds, firsts = [], []
-            for results in found.values():  # the first round is to warm up
+            for results in results_by_target.values():  # the first round is to warm up
                 speeds.append(statistics.median(r["written_tokens_per_second"] for r in results[1:]))
                 firsts.append(1e3 * statistics.median(r["first_token_seconds"]["p50"] for r in results[1:]))
             row = f"| {count} | {speeds[0]:.1f} | {speeds[1]:.1f} | {speeds[0] / speeds[1]:.2f} |"
@@ -251,10 +251,10 @@ def turns(name: str, conversations: int, tiny: bool) -> None:
     with saved(our_model(name, tiny)) as directory, serving(directory) as target:
         served = Path(directory).name
         asyncio.run(talk(target, served, 2, 10_000))
-        found = [asyncio.run(talk(target, served, 20, seed)) for seed in range(conversations)]
-    middle = [statistics.median(seconds[turn] for seconds, _ in found) for turn in range(20)]
+        timings = [asyncio.run(talk(target, served, 20, seed)) for seed in range(conversations)]
+    middle = [statistics.median(seconds[turn] for seconds, _ in timings) for turn in range(20)]
     for turn in (0, 1, 4, 9, 19):
-        print(f"| {turn + 1} | {1e3 * middle[turn]:.1f} ms | {found[0][1][turn]} |")
+        print(f"| {turn + 1} | {1e3 * middle[turn]:.1f} ms | {timings[0][1][turn]} |")
     print(f"\nturn 20 against turn 1: {middle[19] / middle[0]:.2f}")
 
 
@@ -277,7 +277,7 @@ def open_conversations(target: Target, vocab_size: int, count: int, tokens: int)
 
 def memory(count: int, long: int, short: int) -> None:
     """Compare the memory of a server with so many long conversations and with as many short ones."""
-    model, vocab, found = MambaLM(TWO_SMALL_LAYERS).eval(), TWO_SMALL_LAYERS.vocab_size, {}
+    model, vocab, resident_bytes = MambaLM(TWO_SMALL_LAYERS).eval(), TWO_SMALL_LAYERS.vocab_size, {}
     size, patient = model.init_cache(1).nbytes, ("--request-seconds", "3600")
     width = TWO_SMALL_LAYERS.d_model
     print(f"Mamba-2, two layers, d_model {width}: {size / 2**10:.0f} KiB of state per conversation\n")
@@ -290,11 +290,11 @@ def memory(count: int, long: int, short: int) -> None:
             open_conversations(target, vocab, count, tokens)
             open_conversations(target, vocab, 1, long + 2)
             time.sleep(5)  # an idle server gives freed memory back
-            found[tokens] = before, resident(target)
+            resident_bytes[tokens] = before, resident(target)
     print(f"| {count} conversations of | server's memory before | with them open |\n|---:|---:|---:|")
-    for tokens, (before, after) in found.items():
+    for tokens, (before, after) in resident_bytes.items():
         print(f"| {tokens:,} tokens | {before / 2**20:.1f} MiB | {after / 2**20:.1f} MiB |")
-    print(f"\nlong against short: {found[long][1] / found[short][1]:.4f}")
+    print(f"\nlong against short: {resident_bytes[long][1] / resident_bytes[short][1]:.4f}")
 
 
 def main() -> int:

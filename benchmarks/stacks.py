@@ -20,7 +20,7 @@ from benchmarks.harness import Call, Case, Contender, forward, forward_backward
 from benchmarks.mamba2 import LAYER_130M, MODES, TINY, BlockShape, Mode, set_up_block
 
 DEPTHS = (4, 8, 16)
-_NARROW = dataclasses.replace(LAYER_130M, d_model=256, t=512)
+_SMALL_LAYER = dataclasses.replace(LAYER_130M, d_model=256, t=512)
 
 
 def _fields(shape: BlockShape) -> dict[str, Any]:
@@ -160,8 +160,8 @@ class TheirClassifier(nn.Module):
         self.head = ours.head
         names = {"embeddings.weight": "embedding.weight"}
         weights = ours.state_dict()
-        own = self.backbone.state_dict()
-        self.backbone.load_state_dict({name: weights[names.get(name, f"backbone.{name}")] for name in own})
+        state = self.backbone.state_dict()
+        self.backbone.load_state_dict({name: weights[names.get(name, f"backbone.{name}")] for name in state})
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map (b, t) to (b, k)."""
@@ -204,8 +204,8 @@ def classifier_case(shape: ClassifierShape) -> Case:
 
 CASES: tuple[Case, ...] = (
     *(pair_case(mode, dataclasses.replace(LAYER_130M, t=512)) for mode in MODES),
-    horizon_case("horizon", 2, _NARROW),
-    horizon_case("whole", None, _NARROW),
-    virtual_case(_NARROW),
+    horizon_case("horizon", 2, _SMALL_LAYER),
+    horizon_case("whole", None, _SMALL_LAYER),
+    virtual_case(_SMALL_LAYER),
     classifier_case(ClassifierShape()),
 )

@@ -77,7 +77,7 @@ def measure_here(chunk_rows: list[int], tokens: int) -> dict[int, Measured]:
     from benchmarks.harness import seconds
     from benchmarks.mamba2 import LAYER_130M, Mode, set_up_ssd
 
-    shape, found = replace(LAYER_130M, t=tokens), {}
+    shape, measured = replace(LAYER_130M, t=tokens), {}
     for rows in chunk_rows:
         times, size = [], 0.0
         modes: tuple[Mode, ...] = ("forward", "forward+backward")
@@ -85,8 +85,8 @@ def measure_here(chunk_rows: list[int], tokens: int) -> dict[int, Measured]:
             call = set_up_ssd(SsdPath.fused(rows), mode, shape)
             size = sum(float(x.double().norm()) for x in call().values())
             times.append(min(1e3 * seconds(call, 1) for _ in range(3)))
-        found[rows] = Measured(times[0], times[1], size)
-    return found
+        measured[rows] = Measured(times[0], times[1], size)
+    return measured
 
 
 def measure(library: Path, options: argparse.Namespace) -> tuple[dict[int, Measured], float | None]:
@@ -95,8 +95,8 @@ def measure(library: Path, options: argparse.Namespace) -> tuple[dict[int, Measu
     command += map(str, options.chunk_rows)
     environment = {**os.environ, "ANYMAMBA_LIBRARY": str(library)}
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, cwd=ROOT)
-    found, others = json.loads(done.stdout)
-    return {int(rows): Measured(*values) for rows, values in found.items()}, others
+    measured, others = json.loads(done.stdout)
+    return {int(rows): Measured(*values) for rows, values in measured.items()}, others
 
 
 def medians(samples: dict[Choice, list[Measured]]) -> dict[Choice, Measured]:
@@ -105,30 +105,30 @@ def medians(samples: dict[Choice, list[Measured]]) -> dict[Choice, Measured]:
     Raises:
         ValueError: the choices do not compute the same.
     """
-    found = {
+    median_by_choice = {
         choice: Measured(*(statistics.median(values) for values in zip(*measured, strict=True)))
         for choice, measured in samples.items()
     }
-    sizes = [measured.size for measured in found.values()]
+    sizes = [measured.size for measured in median_by_choice.values()]
     if max(sizes) - min(sizes) > AGREEMENT * max(sizes):
         raise ValueError(f"the libraries disagree: the sizes of their results are from {min(sizes)} to {max(sizes)}")
-    return found
+    return median_by_choice
 
 
-def best(found: dict[Choice, Measured], present: Choice) -> Choice:
+def best(measured: dict[Choice, Measured], present: Choice) -> Choice:
     """Return the fastest choice, or the present one if it is as fast except for noise."""
-    fastest = min(found, key=lambda choice: found[choice].both)
-    if present in found and found[present].both <= (1 + NOISE) * found[fastest].both:
+    fastest = min(measured, key=lambda choice: measured[choice].both)
+    if present in measured and measured[present].both <= (1 + NOISE) * measured[fastest].both:
         return present
     return fastest
 
 
-def report(found: dict[Choice, Measured], present: Choice, isa: str) -> str:
+def report(measured: dict[Choice, Measured], present: Choice, isa: str) -> str:
     """Return the table, and the constants to write."""
     lines = ["| tile | rows of a chunk | forward | forward + backward |", "|---|---:|---:|---:|"]
-    for (tile, rows), (forward, both, _) in sorted(found.items(), key=lambda item: item[1].both):
+    for (tile, rows), (forward, both, _) in sorted(measured.items(), key=lambda item: item[1].both):
         lines.append(f"| {tile} | {rows} | {forward:.2f} ms | {both:.2f} ms |")
-    choice = best(found, present)
+    choice = best(measured, present)
     height, width = choice.tile.split("x")
     kept = " (as now)" if choice == present else ""
     lines += ["", f"{isa}{kept}:", f"  csrc/simd.h: constexpr int kOwnTile[2] = {{{height}, {width}}};"]
@@ -173,9 +173,9 @@ def main() -> int:
         libraries = {tile: build(tile, LIBRARY.isa, Path(folder)) for tile in tiles}
         for _ in range(options.rounds):
             for tile, library in libraries.items():
-                found, used = measure(library, options)
+                by_rows, used = measure(library, options)
                 others.append(used)
-                for rows, measured in found.items():
+                for rows, measured in by_rows.items():
                     samples[Choice(tile, rows)].append(measured)
     print(report(medians(samples), Choice(TILES[LIBRARY.isa][0], PRESENT_ROWS), LIBRARY.isa))
     print(warning(others[1:], "do not trust this, and measure again"), end="", file=sys.stderr)

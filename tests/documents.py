@@ -66,7 +66,7 @@ class Block(NamedTuple):
         return bool(MARK.match(self.code))
 
     @property
-    def place(self):
+    def location(self):
         """Return the page and line for messages."""
         return f"{self.page.name}, line {self.line}"
 
@@ -104,7 +104,7 @@ def blocks(page):
 def check(block):
     """Raise for a block that nobody can run."""
     if block.language == "python":
-        tree = ast.parse(block.code, block.place)
+        tree = ast.parse(block.code, block.location)
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "anymamba":
                 module = importlib.import_module(node.module)
@@ -114,7 +114,7 @@ def check(block):
     elif block.language == "toml":
         from anymamba.training.config.run_config import TrainingConfig, tomllib
 
-        TrainingConfig.from_dict(tomllib.loads(block.code), block.place)
+        TrainingConfig.from_dict(tomllib.loads(block.code), block.location)
     elif block.language == "json":
         json.loads(block.code)
     elif block.language == "shell":
@@ -215,11 +215,11 @@ def run_page(page, directory):
     sys.path.insert(0, str(ROOT))  # for the examples
     names = {"__name__": "__main__"}
     for block in blocks(page):
-        print(f"{block.place}: {block.language or 'no code'}{', only checked' if block.marked else ''}", flush=True)
+        print(f"{block.location}: {block.language or 'no code'}{', only checked' if block.marked else ''}", flush=True)
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         check(block)
         if not block.marked and block.language == "python":
-            exec(compile(block.code, block.place, "exec"), names)
+            exec(compile(block.code, block.location, "exec"), names)
         elif not block.marked and block.language == "shell":
             run_shell(block)
         signal.setitimer(signal.ITIMER_PROF, 0)

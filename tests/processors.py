@@ -1,10 +1,10 @@
 """Runs the tests that can differ between processors, for every kind of processor that this one can stand in for.
 
-    python -m tests.processors            every row
-    python -m tests.processors --quick    a few rows and tests: at most 4 minutes on two idle cores
+    python -m tests.processors            every processor
+    python -m tests.processors --quick    a few of them, and fewer tests: at most 4 minutes on two idle cores
 
-A row is a set of variables: which vector instructions torch, MKL and our kernels use, and how many threads. A row that
-this processor cannot run is skipped, with the reason. Exits with 1 if a row failed.
+Each is imitated by variables: which vector instructions torch, MKL and our kernels use, and how many threads. One that
+this machine cannot imitate is skipped, with the reason. Exits with 1 if one failed.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def no_wide() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Processor:
     """One kind of processor.
 
     Args:
@@ -126,38 +126,40 @@ class Row:
     quick: tuple[str, ...] = field(default=())
 
 
-ROWS = (
-    Row(name="torch default", variables={"ATEN_CPU_CAPABILITY": "default"}, missing=no_aten("DEFAULT"), quick=QUICK),
-    Row(name="torch avx2", variables={"ATEN_CPU_CAPABILITY": "avx2"}, missing=no_aten("AVX2")),
-    Row(name="torch avx512", variables={"ATEN_CPU_CAPABILITY": "avx512"}, missing=no_aten("AVX512")),
-    Row(name="MKL compatible", variables={"MKL_CBWR": "COMPATIBLE"}, missing=no_mkl, quick=QUICK),
-    Row(name="MKL avx2", variables={"MKL_CBWR": "AVX2"}, missing=no_mkl),
-    Row(name="oneDNN", variables={"ANYMAMBA_MATMUL": "onednn"}, missing=no_onednn, quick=QUICK),
-    Row(
+PROCESSORS = (
+    Processor(
+        name="torch default", variables={"ATEN_CPU_CAPABILITY": "default"}, missing=no_aten("DEFAULT"), quick=QUICK
+    ),
+    Processor(name="torch avx2", variables={"ATEN_CPU_CAPABILITY": "avx2"}, missing=no_aten("AVX2")),
+    Processor(name="torch avx512", variables={"ATEN_CPU_CAPABILITY": "avx512"}, missing=no_aten("AVX512")),
+    Processor(name="MKL compatible", variables={"MKL_CBWR": "COMPATIBLE"}, missing=no_mkl, quick=QUICK),
+    Processor(name="MKL avx2", variables={"MKL_CBWR": "AVX2"}, missing=no_mkl),
+    Processor(name="oneDNN", variables={"ANYMAMBA_MATMUL": "onednn"}, missing=no_onednn, quick=QUICK),
+    Processor(
         name="kernels baseline",
         variables={"ANYMAMBA_ISA": "baseline"},
         missing=no_isa("baseline"),
         tests=KERNELS,
         quick=QUICK_KERNELS,
     ),
-    Row(name="kernels avx2", variables={"ANYMAMBA_ISA": "avx2"}, missing=no_isa("avx2"), tests=KERNELS),
-    Row(name="kernels avx512", variables={"ANYMAMBA_ISA": "avx512"}, missing=no_isa("avx512"), tests=KERNELS),
-    Row(
+    Processor(name="kernels avx2", variables={"ANYMAMBA_ISA": "avx2"}, missing=no_isa("avx2"), tests=KERNELS),
+    Processor(name="kernels avx512", variables={"ANYMAMBA_ISA": "avx512"}, missing=no_isa("avx512"), tests=KERNELS),
+    Processor(
         name="kernels wide",
         variables={"ANYMAMBA_LIBRARY": str(WIDE)},
         missing=no_wide,
         tests=KERNELS,
         quick=QUICK_KERNELS,
     ),
-    Row(name="1 thread", variables={"ANYMAMBA_TEST_THREADS": "1"}),
-    Row(name="2 threads", variables={"ANYMAMBA_TEST_THREADS": "2"}),
-    Row(name="3 threads", variables={"ANYMAMBA_TEST_THREADS": "3"}, quick=QUICK),
+    Processor(name="1 thread", variables={"ANYMAMBA_TEST_THREADS": "1"}),
+    Processor(name="2 threads", variables={"ANYMAMBA_TEST_THREADS": "2"}),
+    Processor(name="3 threads", variables={"ANYMAMBA_TEST_THREADS": "3"}, quick=QUICK),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a row: passed, failed or skipped, with a line of explanation."""
+    """The result on a processor: passed, failed or skipped, with a line of explanation."""
 
     name: str
     result: str
@@ -165,15 +167,15 @@ class Outcome:
     output: str = ""
 
 
-def run(row: Row, tests: tuple[str, ...]) -> Outcome:
-    """Run the tests in a process with the row's variables."""
-    if reason := row.missing():
-        return Outcome(name=row.name, result="skipped", line=reason)
+def run(processor: Processor, tests: tuple[str, ...]) -> Outcome:
+    """Run the tests in a process with the processor's variables."""
+    if reason := processor.missing():
+        return Outcome(name=processor.name, result="skipped", line=reason)
     start = time.monotonic()
     process = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,
-        env={**os.environ, **row.variables},
+        env={**os.environ, **processor.variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -183,25 +185,32 @@ def run(row: Row, tests: tuple[str, ...]) -> Outcome:
     summary = re.sub(r" in [\d.]+s.*", "", output.splitlines()[-1].strip("= ")) if output else "no output"
     line = f"{summary} in {time.monotonic() - start:.0f} s"
     result = "passed" if process.returncode == 0 else "failed"
-    return Outcome(name=row.name, result=result, line=line, output=output)
+    return Outcome(name=processor.name, result=result, line=line, output=output)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.processors", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the part that CI runs")
-    parser.add_argument("--only", metavar="TEXT", help="rows whose name contains this")
-    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="rows at the same time")
+    parser.add_argument("--only", metavar="TEXT", help="processors whose name contains this")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processors at the same time")
     options = parser.parse_args(arguments)
-    rows = [row for row in ROWS if (not options.quick or row.quick) and (options.only or "") in row.name]
-    if not rows:
-        parser.error(f"expected one of {', '.join(row.name for row in ROWS)}, got {options.only!r}")
+    processors = [
+        processor
+        for processor in PROCESSORS
+        if (not options.quick or processor.quick) and (options.only or "") in processor.name
+    ]
+    if not processors:
+        parser.error(f"expected one of {', '.join(processor.name for processor in PROCESSORS)}, got {options.only!r}")
     machine = probe()
     print(
         f"torch {machine['torch']} with {machine['aten']}, kernels with {machine['isa']}, {platform.machine()}",
         flush=True,
     )
     with ThreadPoolExecutor(options.jobs) as pool:
-        waiting = [pool.submit(run, row, row.quick if options.quick else row.tests) for row in rows]
+        waiting = [
+            pool.submit(run, processor, processor.quick if options.quick else processor.tests)
+            for processor in processors
+        ]
         outcomes = []
         for task in as_completed(waiting):
             outcomes.append(outcome := task.result())

@@ -84,9 +84,9 @@ def counted():
     """Collect the bytes of collectives in the context, by kind and number of ranks; scalars are left out."""
     sizes_by_kind, nested = Counter(), []
 
-    def wrapped(function, kind, place, name):
+    def wrapped(function, kind, index, name):
         def call(*args, **kwargs):
-            whole = args[place] if len(args) > place else kwargs[name]
+            whole = args[index] if len(args) > index else kwargs[name]
             world = 2 if kind == "send" else dist.get_world_size(kwargs.get("group"))
             if not nested and whole.numel() > 1:
                 sizes_by_kind[kind, world] += whole.nbytes
@@ -98,16 +98,16 @@ def counted():
 
         return call
 
-    def refused(*args, **kwargs):
+    def unexpected_exchange(*args, **kwargs):
         raise AssertionError("a step has no such exchange")
 
     with pytest.MonkeyPatch.context() as patch:
-        for kind, (names, place, argument) in EXCHANGES.items():
+        for kind, (names, index, argument) in EXCHANGES.items():
             for name in names:
                 if hasattr(dist, name):
-                    patch.setattr(dist, name, wrapped(getattr(dist, name), kind, place, argument))
+                    patch.setattr(dist, name, wrapped(getattr(dist, name), kind, index, argument))
         for name in OTHERS:
-            patch.setattr(dist, name, refused)
+            patch.setattr(dist, name, unexpected_exchange)
         yield sizes_by_kind
 
 
@@ -131,7 +131,7 @@ def step_case(rank, name, model, sections, mesh):
         sizes_of(config.model.lm_config(256)),
         Mesh(size // (context * shard), shard, context),
         parts=batch["accumulation"],
-        place=rank % context,
+        cp_rank=rank % context,
         gradient=2 if mesh.get("reduce") == "bfloat16" else 4,
     )
     assert expected
@@ -240,12 +240,12 @@ def test_a_shared_row_takes_the_time_of_its_schedule(layers, context):
     work = length / context * sizes.flops(context) / machine.flops / (2 * layers)
     end_times = [0.0] * context
     for order in (range(context), reversed(range(context))):
-        places = list(order)
+        ranks = list(order)
         for _ in range(layers):
             received = 0.0
-            for rank in places:
+            for rank in ranks:
                 end_times[rank] = max(end_times[rank] + work, received)
-                if rank != places[-1]:
+                if rank != ranks[-1]:
                     end_times[rank] += machine.hop(sizes)
                 received = end_times[rank]
     whole = step_seconds(sizes, Mesh(context=context), 1, length, machine)
@@ -259,6 +259,6 @@ def test_the_document_has_the_tables_that_are_predicted():
         assert line in text
 
 
-def test_layers_that_differ_are_refused():
+def test_layers_that_differ_are_rejected():
     with pytest.raises(ValueError, match=r"layers must be alike and pass once, got stack = \{'n_virtual': 4\}"):
         sizes_of(MambaLMConfig(d_model=16, n_layer=2, vocab_size=8, stack={"n_virtual": 4}))

@@ -69,14 +69,14 @@ class TestExtraction:
         ("sh", "for x in"),
     ],
 )
-def test_what_nobody_can_run_is_refused_even_where_it_is_marked(tmp_path, language, code):
+def test_what_nobody_can_run_is_rejected_even_where_it_is_marked(tmp_path, language, code):
     (block,) = blocks(written(tmp_path, f"```{language}\n# needs patience\n{code}\n```\n"))
     with pytest.raises((SyntaxError, ImportError, ValueError, AssertionError, subprocess.CalledProcessError)):
         documents.check(block)
 
 
 @pytest.mark.parametrize("language", ["toml", "sh"])
-def test_what_can_be_run_is_not_refused(tmp_path, language):
+def test_what_can_be_run_is_not_rejected(tmp_path, language):
     code = {
         "toml": "[model]\ndepth = 2",
         "sh": "anymamba train CONFIG.toml --optimizer.lr 1e-3  # a comment\nWANDB_MODE=offline make test SEED=7",

@@ -71,18 +71,18 @@ def test_a_size_or_option_changes_a_block(row):
     families = [family for family in FAMILIES.values() if hasattr(family.CONFIG(32, **BARE[family]), name)]
     assert families
     for family in families:
-        given = {name: ast.literal_eval(value) if value else VALUES[name]} if name != "nheads" else {"headdim": 16}
+        options = {name: ast.literal_eval(value) if value else VALUES[name]} if name != "nheads" else {"headdim": 16}
         if name == "mimo_rank":
-            given["is_mimo"] = True
-        block = make(family, **given)
-        assert getattr(block.config, name) == (given | {"nheads": 4})[name]
+            options["is_mimo"] = True
+        block = make(family, **options)
+        assert getattr(block.config, name) == (options | {"nheads": 4})[name]
         x = torch.randn(2, 3, block.d_model)
         assert block(x).isfinite().all()
         assert block.prefill(x)[0].shape == x.shape
         if value or name == "nheads":
             continue
         plain = family.CONFIG(32, **BARE[family])
-        assert given[name] != getattr(plain, name) or name in SMALL
+        assert options[name] != getattr(plain, name) or name in SMALL
 
 
 BARE = {Mamba1: {}, Mamba2: {"headdim": 16}, Mamba3: {"headdim": 16}}
@@ -226,8 +226,8 @@ def test_the_rows_of_scans_compute_what_they_say():
     zeros, ones = torch.zeros_like(state), torch.ones_like(gamma)
 
     def check(burn, expected):
-        for actual, wanted in zip(results[burn][0], expected, strict=True):
-            assert_near(actual, wanted, 1e-10, burn)
+        for actual, reference in zip(results[burn][0], expected, strict=True):
+            assert_near(actual, reference, 1e-10, burn)
 
     # Mamba-2's scan, and the one that burn-mamba's double pathway runs twice.
     dt, x, rates, skip = n["dt"], n["x"], n["A"], n["D"]

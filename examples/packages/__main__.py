@@ -81,13 +81,13 @@ def run(arguments: Arguments) -> None:
         write_chunks(chunks, arguments.out / f"{name}.jsonl")
     rows: list[list[object]] = []
     for name, characters in (("words", False), ("up to four characters", True)):
-        share = accuracy(predict_by_tf_idf(training, test, characters), test)
-        rows.append([f"TF-IDF of {name}, logistic regression", "", f"{100 * share:.1f} %", ""])
+        fraction = accuracy(predict_by_tf_idf(training, test, characters), test)
+        rows.append([f"TF-IDF of {name}, logistic regression", "", f"{100 * fraction:.1f} %", ""])
     finished = arguments.train(make_task(run_config(arguments, arguments.out / "training.jsonl"), print_progress))
     predictions = predict_labels(finished, arguments.out / "test.jsonl")
-    share = accuracy(predictions, test)
+    fraction = accuracy(predictions, test)
     rows.append(
-        ["Mamba-2 in both directions, bytes", finished.parameters, f"{100 * share:.1f} %", f"{finished.seconds:.0f}"]
+        ["Mamba-2 in both directions, bytes", finished.parameters, f"{100 * fraction:.1f} %", f"{finished.seconds:.0f}"]
     )
     arguments.draw("packages", (6.5, 6), lambda figure: plot(figure, predictions, test))
     sizes = f"{len(training)} chunks to train on, {len(test)} to evaluate on, of {len(PACKAGES)} packages"

@@ -20,11 +20,11 @@ def through_the_matrix(block, x, cache=None):
 def test_the_matrix_in_place_of_the_scan_gives_the_blocks_output_by_every_path(options, t):
     torch.manual_seed(0)
     block, x = make_block(options), torch.randn(2, t, 16, dtype=torch.float64)
-    found = through_the_matrix(block, x)
+    y = through_the_matrix(block, x)
     for algorithm in ["fastest", *ALGORITHMS[type(block)]]:
         for pathway in PATHWAYS[type(block)]:
             expected = block(x, path=SsdPath(algorithm, None, pathway))
-            assert_near(found, expected, FLOOR[torch.float64], f"{algorithm} {pathway}")
+            assert_near(y, expected, FLOOR[torch.float64], f"{algorithm} {pathway}")
 
 
 @pytest.mark.parametrize("options", OPTIONS)

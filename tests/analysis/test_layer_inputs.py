@@ -11,9 +11,9 @@ from tests.support import FLOOR, assert_near
 def test_layers_carry_the_inputs_from_which_the_model_follows(family):
     model = small_lm(family, torch.float64)
     ids = torch.randint(61, (2, 9))
-    found = layers(model, ids)
+    layer_inputs = layers(model, ids)
     residual = model.backbone.embed(ids)
-    for layer, (block, x) in zip(model.backbone.layers, found, strict=True):
+    for layer, (block, x) in zip(model.backbone.layers, layer_inputs, strict=True):
         assert block is layer.mixer
         terms, matrix = recurrence(block, x), dual_matrix(block, x)
         assert matrix.shape[:2] == (2, terms.v.shape[3])

@@ -36,11 +36,11 @@ def test_what_is_read_from_the_blocks_own_states_is_what_the_matrix_gives(block,
     y = unflatten_ranks(
         dual_matrix(block, x, cache) @ values(block, x, cache) + initial_state_term(block, x, cache), ranks
     )
-    found = state_measures(block, x, cache)
-    assert_near(found.read, y.movedim(3, 2).flatten(3).norm(dim=-1), EXACT)
+    measures = state_measures(block, x, cache)
+    assert_near(measures.read, y.movedim(3, 2).flatten(3).norm(dim=-1), EXACT)
     last = block.prefill(x, cache)[1].ssm
-    assert_near(found.norm[:, -1], last.reshape(2, found.norm.shape[2], -1).norm(dim=-1), EXACT)
-    assert found.rank.shape == (2, t, 1 if isinstance(block, Mamba1) else found.norm.shape[2])
+    assert_near(measures.norm[:, -1], last.reshape(2, measures.norm.shape[2], -1).norm(dim=-1), EXACT)
+    assert measures.rank.shape == (2, t, 1 if isinstance(block, Mamba1) else measures.norm.shape[2])
 
 
 def test_a_state_is_half_after_its_half_life():
@@ -79,13 +79,13 @@ def test_turns_add_up_to_the_rotation_of_the_cache(rotation):
     block = Mamba3(d_model=16, d_state=8, headdim=8, rope_fraction=1, rotation=rotation, dtype=torch.float64)
     x = torch.randn(1, 6, 16, dtype=torch.float64)
     if rotation == "quaternion":  # turns about different axes do not add up, but the first is the rotation
-        found, angle = block.prefill(x[:, :1])[1].rotation, rotation_angles(block, x)[:, 0]
-        assert_near(found[..., 0], (angle / 2).cos(), EXACT)
+        rotation_state, angle = block.prefill(x[:, :1])[1].rotation, rotation_angles(block, x)[:, 0]
+        assert_near(rotation_state[..., 0], (angle / 2).cos(), EXACT)
         return
-    found = block.prefill(x)[1].rotation
+    rotation_state = block.prefill(x)[1].rotation
     angle = rotation_angles(block, x).sum(1)
-    assert_near(torch.polar(torch.ones_like(found), found).real, angle.cos(), EXACT)
-    assert_near(found.sin(), angle.sin(), EXACT)
+    assert_near(torch.polar(torch.ones_like(rotation_state), rotation_state).real, angle.cos(), EXACT)
+    assert_near(rotation_state.sin(), angle.sin(), EXACT)
 
 
 def test_only_states_of_mamba3_turn():

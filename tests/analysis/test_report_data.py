@@ -46,15 +46,15 @@ def lower_triangle(matrix):
 def test_what_the_page_unpacks_is_what_the_functions_give(family):
     model = model_of_bytes(family)
     ids, data = data_of(model)
-    found = embedded(render_page(data))
-    assert found == json.loads(json.dumps(data))
+    page_data = embedded(render_page(data))
+    assert page_data == json.loads(json.dumps(data))
     with torch.no_grad():
-        for layer, (block, x) in zip(found["layers"], layers(model, torch.tensor([ids])), strict=True):
+        for layer, (block, x) in zip(page_data["layers"], layers(model, torch.tensor([ids])), strict=True):
             measures, lives = state_measures(block, x), half_lives(block, x)
             lives = lives.amax(-1) if lives.ndim == 4 else lives
-            wanted = {"dt": step_sizes(block, x), "half_life": lives, "norm": measures.norm, "read": measures.read}
+            expected = {"dt": step_sizes(block, x), "half_life": lives, "norm": measures.norm, "read": measures.read}
             for head in layer["heads"]:
-                for name, values in wanted.items():
+                for name, values in expected.items():
                     np.testing.assert_allclose(
                         unpacked(head[name]), values[0, :, head["number"]], rtol=2e-3, err_msg=name
                     )

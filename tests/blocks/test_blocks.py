@@ -46,16 +46,16 @@ def test_any_split_equals_the_whole(data):
     cuts = sorted(data.draw(st.sets(st.integers(1, t - 1)) if t > 1 else st.just(set()), label="cuts"))
     cache = random_cache(block, 2)
     x = torch.randn(2, t, 16, dtype=torch.float64)
-    pieces = [
+    segments = [
         (start, stop, data.draw(st.booleans()), data.draw(st.sampled_from(["single", "double"])))
         for start, stop in zip([0, *cuts], [*cuts, t], strict=True)
     ]
 
     def in_pieces(block, x, cache):
         ys = []
-        for start, stop, by_step, pathway in pieces:
-            piece, path = x[:, start:stop], SsdPath(pathway=pathway)
-            y, cache = unroll(block, piece, cache) if by_step else block.prefill(piece, cache, path=path)
+        for start, stop, by_step, pathway in segments:
+            segment, path = x[:, start:stop], SsdPath(pathway=pathway)
+            y, cache = unroll(block, segment, cache) if by_step else block.prefill(segment, cache, path=path)
             ys.append(y)
         return torch.cat(ys, 1), cache
 
@@ -241,8 +241,8 @@ def test_the_state_does_not_follow_autocast(options):
             projection.register_forward_hook(lambda _, __, y, name=name: projected.setdefault(name, y))
     _, expected = block.step(x, cache)
     with torch.autocast("cpu", torch.bfloat16):
-        _, found = block.step(x, cache)
-    assert_near(found.ssm, expected.ssm, FLOOR[torch.float32])
+        _, stepped = block.step(x, cache)
+    assert_near(stepped.ssm, expected.ssm, FLOOR[torch.float32])
 
 
 @pytest.mark.parametrize("options", FEW)
@@ -340,7 +340,7 @@ def test_a_projections_parts_are_where_it_is_cut(options):
 
 
 @pytest.mark.parametrize("options", FEW)
-def test_functional_gradients_are_refused_by_name(options):
+def test_functional_gradients_are_rejected_by_name(options):
     block = make_block(options, torch.float32)
     with pytest.raises(NotImplementedError, match=r"has no torch.func.grad; use torch.autograd.grad"):
         torch.func.grad(lambda x: block(x).sum())(torch.randn(1, 4, block.config.d_model))

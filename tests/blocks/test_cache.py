@@ -19,8 +19,8 @@ def test_a_cache_holds_its_own_memory_and_no_more(name):
     with torch.no_grad():
         _, cache = block.prefill(torch.randn(2, 50, block.config.d_model))
         _, stepped = block.step(torch.randn(2, block.config.d_model), cache)
-    for found in (cache, stepped, cache.detach()):
-        assert [x.untyped_storage().nbytes() for x in found] == [x.nbytes for x in found]
+    for tensors in (cache, stepped, cache.detach()):
+        assert [x.untyped_storage().nbytes() for x in tensors] == [x.nbytes for x in tensors]
 
 
 def test_clone_shares_no_memory(cache):
@@ -58,7 +58,7 @@ def test_one_row_is_a_batch_of_one(cache, index):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_rows_that_are_none_are_refused(cache):
+def test_rows_that_are_none_are_rejected(cache):
     assert torch.equal(cache.rows((0, 2)).ssm, cache.ssm[[0, 2]])
     for index in (3, [0, -4], torch.tensor([7])):
         with pytest.raises(IndexError, match="there are 3 rows, 0 to 2"):
@@ -73,8 +73,8 @@ def test_cat_puts_rows_one_after_another(name):
     block = make_block(name, torch.float32)
     _, cache = block.prefill(torch.randn(3, 4, block.config.d_model))
     joined = type(cache).cat([cache.rows([2]), cache.rows([0, 1])])
-    for found, expected in zip(joined, cache.rows([2, 0, 1]), strict=True):
-        assert torch.equal(found, expected)
+    for row, expected in zip(joined, cache.rows([2, 0, 1]), strict=True):
+        assert torch.equal(row, expected)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -98,7 +98,7 @@ def test_save_and_load_give_the_same_bits(cache, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
 
 
-def test_a_damaged_or_foreign_file_is_refused(cache, tmp_path):
+def test_a_damaged_or_foreign_file_is_rejected(cache, tmp_path):
     file = tmp_path / "state.safetensors"
     cache.save(file)
     whole = file.read_bytes()

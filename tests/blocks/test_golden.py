@@ -45,10 +45,12 @@ def outcome(block, tensors, run):
     parameters = dict(block.named_parameters())
     leaves = [u, *parameters.values()]
     grads = torch.autograd.grad((y * tensors["input.head"]).sum(), leaves)
-    found = {"y": y.detach()} | dict(zip(("grad.u", *(f"grad.{name}" for name in parameters)), grads, strict=True))
+    tensors_by_name = {"y": y.detach()} | dict(
+        zip(("grad.u", *(f"grad.{name}" for name in parameters)), grads, strict=True)
+    )
     names = {"conv": "conv", "ssm": "ssm", "k": "k", "v": "v", "angle": "rotation"}
     states = {name[6:]: getattr(cache, names[name[6:]]).detach() for name in tensors if name.startswith("state.")}
-    return found | {f"state.{name}": x for name, x in states.items()}
+    return tensors_by_name | {f"state.{name}": x for name, x in states.items()}
 
 
 @functools.cache
@@ -58,9 +60,9 @@ def exact(file):
     return outcome(block.double(), tensors, lambda b, u: b.prefill(u, path=SsdPath("recurrent")))
 
 
-def assert_exact(found, file, tolerance):
+def assert_exact(actual, file, tolerance):
     """Near float64; an angle modulo a full turn."""
-    for name, x in found.items():
+    for name, x in actual.items():
         expected = exact(file)[name]
         if name == "state.angle":
             x, expected = (

@@ -48,11 +48,11 @@ def test_step_sizes_keep_their_digits(how):
     expected = torch.nn.functional.softplus(block._project_selection(x)[0])
     if how == "autocast":
         with torch.autocast("cpu", torch.bfloat16):
-            found = block._project_selection(x)[0]
+            dt = block._project_selection(x)[0]
     else:
-        found = block.bfloat16()._project_selection(x.bfloat16())[0]
-    assert found.dtype == torch.float32
-    assert relative_error(torch.nn.functional.softplus(found), expected) < 2e-3
+        dt = block.bfloat16()._project_selection(x.bfloat16())[0]
+    assert dt.dtype == torch.float32
+    assert relative_error(torch.nn.functional.softplus(dt), expected) < 2e-3
 
 
 @pytest.mark.parametrize(
@@ -68,12 +68,12 @@ def test_step_sizes_keep_their_digits(how):
         ({"d_state": 0}, "d_state must be at least 1, got 0"),
     ],
 )
-def test_what_cannot_work_is_refused(fields, message, unchecked):
+def test_what_cannot_work_is_rejected(fields, message, unchecked):
     with pytest.raises(ValueError, match=message):
         Mamba1Config(d_model=16, **fields)
 
 
-def test_a_cache_of_another_block_is_refused(unchecked):
+def test_a_cache_of_another_block_is_rejected(unchecked):
     block, x = Mamba1(d_model=16), torch.randn(2, 16)
     with pytest.raises(TypeError, match="cache must be a Mamba1Cache, got tuple"):
         block.step(x.requires_grad_(), (1, 2))

@@ -66,13 +66,13 @@ def test_a_config_a_number_or_fields_build_the_same_block():
         ({"dt_limit": (1, 0)}, "dt_limit must satisfy"),
     ],
 )
-def test_a_config_that_cannot_work_is_refused(fields, message):
+def test_a_config_that_cannot_work_is_rejected(fields, message):
     with pytest.raises(ValueError, match=f"Mamba2Config: .*{message}"):
         Mamba2(**{**SMALL, **fields})
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_config_and_fields_together_are_refused():
+def test_a_config_and_fields_together_are_rejected():
     with pytest.raises(TypeError, match=r"not both; got also \['headdim'\]"):
         Mamba2(Mamba2Config(**SMALL), headdim=4)
     with pytest.raises(TypeError, match="has no field 'd_stat'; did you mean d_state"):
@@ -94,7 +94,7 @@ def test_sizes_are_whole_numbers(field, value):
 @pytest.mark.parametrize(
     ("name", "value"), [("x", np.zeros((2, 5, 16))), ("mask", [5, 3]), ("cu_seqlens", [0, 5]), ("cache", None)]
 )
-def test_what_is_no_tensor_is_refused_by_name(name, value):
+def test_what_is_no_tensor_is_rejected_by_name(name, value):
     value = Mamba3(16, d_state=8, headdim=8).init_cache(2) if name == "cache" else value
     arguments = {"x": torch.randn(2, 5, 16), name: value}
     with pytest.raises(TypeError, match=f"{name} must be a .*, got {type(value).__name__}"):

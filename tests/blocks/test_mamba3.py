@@ -98,8 +98,8 @@ def test_rotating_the_state_equals_rotating_keys_and_queries(options):
     v = values_of(block, xs)
     state, before, expected = torch.zeros(2, 4, 8, 8, dtype=D), torch.zeros(2, 4, 8, 8, dtype=D), []
     for t in range(9):
-        turn = dt[:, t, :, None] * rate[:, t][:, None]
-        cos, sin = turn.cos().unsqueeze(2), turn.sin().unsqueeze(2)
+        angle = dt[:, t, :, None] * rate[:, t][:, None]
+        cos, sin = angle.cos().unsqueeze(2), angle.sin().unsqueeze(2)
 
         def turn_back(s, cos=cos, sin=sin):
             out = s.clone()
@@ -121,7 +121,7 @@ def test_a_quaternion_about_one_axis_is_the_complex_rotation():
     _, k, q, dt, *_ = capture(block, torch.randn(2, 7, 16, dtype=D))
     rate = torch.randn(2, 7, 4, 1, 1, dtype=D)
     vectors = torch.cat([rate, torch.zeros(2, 7, 4, 1, 2, dtype=D)], -1).flatten(2)
-    turned = cumulative_rotation("quaternion", vectors, dt, block.init_cache(2).rotation, None)
+    rotation = cumulative_rotation("quaternion", vectors, dt, block.init_cache(2).rotation, None)
     # Conjugated, because a block is multiplied by the conjugate of the running product.
     angle = -(dt * rate[..., 0, 0] / 2).cumsum(1)
     plane = torch.polar(torch.ones_like(angle), angle)[:, :, None, :, None]
@@ -129,7 +129,7 @@ def test_a_quaternion_about_one_axis_is_the_complex_rotation():
         expanded = raw_keys.repeat_interleave(2, dim=3) + bias.transpose(0, 1)
         pairs = torch.view_as_complex(expanded[..., :4].unflatten(-1, (2, 2)).contiguous())
         expected = torch.cat([torch.view_as_real(pairs * plane).flatten(-2), expanded[..., 4:]], -1)
-        assert_near(rotate("quaternion", raw_keys, bias, turned), expected, FLOOR[D])
+        assert_near(rotate("quaternion", raw_keys, bias, rotation), expected, FLOOR[D])
 
 
 def test_a_fixed_rotation_turns_by_the_distance_alone():
@@ -210,10 +210,10 @@ def test_the_heavy_tail_is_smooth_and_positive():
 def test_a_running_angle_stays_small_and_exact_over_a_long_sequence():
     """A float32 sum of a hundred thousand angles would be off by a visible turn."""
     dt, rate = torch.rand(1, 100_000, 4), math.pi * torch.randn(1, 100_000, 2).tanh()
-    turned = cumulative_rotation("interleaved", rate, dt, torch.zeros(1, 4, 2), None)
-    assert 0 <= turned.min() <= turned.max() <= 2 * math.pi + 1e-6
+    rotation = cumulative_rotation("interleaved", rate, dt, torch.zeros(1, 4, 2), None)
+    assert 0 <= rotation.min() <= rotation.max() <= 2 * math.pi + 1e-6
     exact = (dt.double().unsqueeze(-1) * rate.double().unsqueeze(2)).cumsum(1)
-    assert (turned[:, -1].double() - exact[:, -1]).cos().min() > 1 - 1e-10
+    assert (rotation[:, -1].double() - exact[:, -1]).cos().min() > 1 - 1e-10
 
 
 @pytest.mark.parametrize("bounds", [None, [0, 1, 70, 150]], ids=["batch", "packed"])
@@ -222,13 +222,13 @@ def test_running_angles_equal_the_plain_sum_in_values_and_gradients(bounds):
     start = torch.rand(3 if bounds else 1, 4, 2, dtype=D)
     leaves = [x.requires_grad_() for x in (rate, dt, start)]
     head = torch.randn(1, 150, 4, 2, dtype=D)
-    turned = cumulative_rotation("halves", rate, dt, start, None if bounds is None else torch.tensor(bounds))
+    rotation = cumulative_rotation("halves", rate, dt, start, None if bounds is None else torch.tensor(bounds))
     parts = (dt.unsqueeze(-1) * rate.unsqueeze(2)).split([1, 69, 80] if bounds else [150], dim=1)
     expected = torch.cat([p.cumsum(1) + s for p, s in zip(parts, start.unsqueeze(1).split(1), strict=True)], 1)
-    assert_near((turned - expected).cos(), torch.ones_like(turned), FLOOR[D])
-    grads = torch.autograd.grad((turned * head).sum(), leaves)
-    for actual, wanted in zip(grads, torch.autograd.grad((expected * head).sum(), leaves), strict=True):
-        assert_near(actual, wanted, FLOOR[D])
+    assert_near((rotation - expected).cos(), torch.ones_like(rotation), FLOOR[D])
+    grads = torch.autograd.grad((rotation * head).sum(), leaves)
+    for actual, expected_grad in zip(grads, torch.autograd.grad((expected * head).sum(), leaves), strict=True):
+        assert_near(actual, expected_grad, FLOOR[D])
 
 
 def test_quaternions_multiply_as_hamilton_said():
@@ -340,7 +340,7 @@ def test_initialization_is_the_official_one():
         ({"chunk_size": 0}, "chunk_size must be None or at least 1, got 0"),
     ],
 )
-def test_a_config_that_cannot_work_is_refused(fields, message):
+def test_a_config_that_cannot_work_is_rejected(fields, message):
     with pytest.raises(ValueError, match=f"Mamba3Config: .*{message}"):
         Mamba3(**{**SMALL, **fields})
 

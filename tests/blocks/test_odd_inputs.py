@@ -21,8 +21,8 @@ def test_a_batch_of_one_trains(options, algorithm, t):
     stepped = results(block, x, cache, unroll)
     for pathway in PATHWAYS[type(block)]:
         path = SsdPath(algorithm, 4, pathway)
-        found = results(block, x, cache, lambda b, x, c, path=path: b.prefill(x, c, path=path))
-        assert_all_near(found, stepped, FLOOR[torch.float64])
+        prefilled = results(block, x, cache, lambda b, x, c, path=path: b.prefill(x, c, path=path))
+        assert_all_near(prefilled, stepped, FLOOR[torch.float64])
 
 
 def spread(tensor):
@@ -42,7 +42,7 @@ def test_a_cache_need_not_be_contiguous(options, run):
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("options", FEW)
-def test_what_is_no_tensor_is_refused(options):
+def test_what_is_no_tensor_is_rejected(options):
     block = make_block(options)
     for call in (block, block.prefill, block.step):
         for x in (None, [[0.0] * 16]):

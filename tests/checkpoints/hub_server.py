@@ -12,8 +12,8 @@ COMMIT = "a" * 40
 
 
 @contextmanager
-def hub(refusing=False):
-    """Yields the address and the repositories: files by name, by "owner/name"; one that refuses takes no commit."""
+def hub(rejects_writes=False):
+    """Yield the address and the repositories: files by name, by "owner/name"."""
     repositories = {}
 
     class Handler(BaseHTTPRequestHandler):
@@ -30,8 +30,8 @@ def hub(refusing=False):
 
         def do_POST(self):
             body = self.rfile.read(int(self.headers["content-length"]))
-            if refusing or self.headers["authorization"] != "Bearer stand-in":
-                self.answer_json({"error": "refused"}, 403, X_Error_Message="you may not write here")
+            if rejects_writes or self.headers["authorization"] != "Bearer stand-in":
+                self.answer_json({"error": "forbidden"}, 403, X_Error_Message="you may not write here")
             elif self.path == "/api/repos/create":
                 value = json.loads(body)
                 name = f"{value['organization']}/{value['name']}"

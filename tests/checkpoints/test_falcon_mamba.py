@@ -85,7 +85,7 @@ def test_weighted_norms_are_those_of_jamba():
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_no_format_holds_is_refused(tmp_path):
+def test_what_no_format_holds_is_rejected(tmp_path):
     model = MambaLM(d_model=16, n_layer=1, vocab_size=8, ssm_cfg={"inner_norms": "weighted"})
     with pytest.raises(ValueError, match=r"needs \{'inner_norms': 'none'\}, got \{'inner_norms': 'weighted'\}"):
         model.save_pretrained(tmp_path / "x", format="transformers")

@@ -123,8 +123,8 @@ def test_quantized_files_are_read(kind, error, tmp_path):
     weight = open_checkpoint(path).tensors["backbone.layers.0.mixer.in_proj.weight"][2]
     assert weight.dtype == {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
     opened = MambaLM.from_pretrained(path, dtype=torch.float32)
-    wanted = model.backbone.layers[0].mixer.in_proj.weight.detach()
-    rounded = gguf.quants.dequantize(gguf.quants.quantize(wanted.numpy(), quantized), quantized)
+    in_proj = model.backbone.layers[0].mixer.in_proj.weight.detach()
+    rounded = gguf.quants.dequantize(gguf.quants.quantize(in_proj.numpy(), quantized), quantized)
     assert np.array_equal(opened.backbone.layers[0].mixer.in_proj.weight.detach().numpy(), rounded)
     with torch.no_grad():
         assert_near(opened(IDS).logits, model(IDS).logits, error)
@@ -160,12 +160,12 @@ def test_its_tokenizer_is_read_and_goes_with_it(tmp_path, capsys):
 def test_a_file_that_cannot_be_read_is_one_line(make, error, tmp_path, capsys):
     make(tmp_path / "model.gguf")
     assert main(["info", str(tmp_path / "model.gguf")]) == 2
-    found = capsys.readouterr().err
-    assert error in found
-    assert found.count("\n") == 1
+    err = capsys.readouterr().err
+    assert error in err
+    assert err.count("\n") == 1
 
 
-def test_a_gguf_file_that_is_cut_short_is_refused_before_it_is_read(tmp_path):
+def test_a_gguf_file_that_is_cut_short_is_rejected_before_it_is_read(tmp_path):
     """Reading beyond the end of a mapped file would end the process."""
     path = write(lively("mamba2"), tmp_path / "model.gguf")
     with open_weight_file(path) as file:
@@ -183,7 +183,7 @@ def gguf_of_another_kind(path):
     writer.close()
 
 
-def test_tokenizers_of_other_kinds_are_refused(tmp_path):
+def test_tokenizers_of_other_kinds_are_rejected(tmp_path):
     path = write(lively("mamba"), tmp_path / "a.gguf", pre="qwen2")
     with pytest.raises(ValueError, match=r"of a kind that cannot be read \(qwen2\); pass one with --tokenizer"):
         load_tokenizer(None, path, 300)
@@ -226,7 +226,7 @@ def test_checkpoints_of_fla_are_read(kind, tmp_path):
 @pytest.mark.parametrize(
     ("field", "error"), [({"norm_eps": 1e-6}, "norm_eps = 1e-05, got 1e-06"), ({"n_groups": 2}, "n_groups = 1")]
 )
-def test_models_of_fla_that_cannot_be_computed_are_refused(field, error, tmp_path):
+def test_models_of_fla_that_cannot_be_computed_are_rejected(field, error, tmp_path):
     raw = {"model_type": "mamba2", "hidden_size": 32, "norm_eps": 1e-5, **field}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match=error):

@@ -24,13 +24,13 @@ def load(directory, fields):
 def pieces(seed=0, count=60):
     """A vocabulary of sentencepiece: specials, bytes, characters, and pieces that others make, each with a score."""
     draw = random.Random(seed)
-    found = [SPACE, *"abcd", "é"]
-    while len(found) < count:
-        if (piece := draw.choice(found) + draw.choice(found)) not in found and len(piece) < 9:
-            found.append(piece)
-    tokens = ["<unk>", "<s>", "</s>", "[INST]", *(f"<0x{i:02X}>" for i in range(256)), *found]
-    kinds = [2, 3, 3, 4] + [6] * 256 + [1] * len(found)
-    scores = [0.0] * 260 + [-float(n) for n in draw.sample(range(1000), len(found))]
+    vocabulary = [SPACE, *"abcd", "é"]
+    while len(vocabulary) < count:
+        if (piece := draw.choice(vocabulary) + draw.choice(vocabulary)) not in vocabulary and len(piece) < 9:
+            vocabulary.append(piece)
+    tokens = ["<unk>", "<s>", "</s>", "[INST]", *(f"<0x{i:02X}>" for i in range(256)), *vocabulary]
+    kinds = [2, 3, 3, 4] + [6] * 256 + [1] * len(vocabulary)
+    scores = [0.0] * 260 + [-float(n) for n in draw.sample(range(1000), len(vocabulary))]
     return {
         "ggml.model": "llama",
         "ggml.tokens": tokens,
@@ -78,7 +78,7 @@ def test_bytes_special_tokens_and_spaces(tmp_path):
     assert plain.decode(plain.encode(" ab")) == " ab"
 
 
-def test_pieces_without_scores_are_refused():
+def test_pieces_without_scores_are_rejected():
     fields = {f"tokenizer.{name}": value for name, value in pieces().items() if name != "ggml.scores"}
     with pytest.raises(ValueError, match=r"expected a score for each of the 320 tokens, got no scores"):
         tokenizer_files("model.gguf", lambda name, default=None: fields.get(name, default))
@@ -113,8 +113,8 @@ def words(tokenizer, text):
 def test_falcon_s_split(tmp_path):
     """Stretches of punctuation, words with the space before them, digits by threes."""
     merges = ("Ġ a", "Ġ 1", "1 2", "12 3", "3 4", ". .", "a .", "4 5")
-    found = words(load(tmp_path, byte_pairs("falcon", *merges)), "a a.. 12345 123")
-    assert found == ["a", " a", "..", " ", "123", "45", " ", "123"]
+    split_words = words(load(tmp_path, byte_pairs("falcon", *merges)), "a a.. 12345 123")
+    assert split_words == ["a", " a", "..", " ", "123", "45", " ", "123"]
     plain = words(load(tmp_path, byte_pairs("gpt-2", *merges)), "a..")
     assert plain == ["a", ".."]
 

@@ -96,7 +96,7 @@ def test_codestral_files_have_the_prefix_and_params(tmp_path):
     assert read_json(tmp_path / "again" / "params.json")["mystery"] == 3
 
 
-def test_a_format_refuses_what_it_cannot_hold(tmp_path):
+def test_a_format_rejects_what_it_cannot_hold(tmp_path):
     with pytest.raises(ValueError, match=r"transformers format cannot hold .*'d_intermediate': 0.*'d_intermediate': 7"):
         small_lm(d_intermediate=7).save_pretrained(tmp_path, format="transformers")
     with pytest.raises(ValueError, match=r"transformers format cannot hold .* knows Mamba1, Mamba2 blocks, got Mamba3"):
@@ -263,7 +263,7 @@ def test_a_tensor_is_read_some_rows_at_a_time(directory, suffix, rows):
     assert torch.equal(torch.cat(parts), tensors[name].double())
 
 
-def test_a_file_that_is_cut_short_while_it_is_read_is_refused(directory):
+def test_a_file_that_is_cut_short_while_it_is_read_is_rejected(directory):
     with open_weight_file(directory / "model.safetensors") as file:
         os.truncate(file.path, file.path.stat().st_size - 1)
         for name, stored in file.entries().items():
@@ -276,7 +276,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_refused(directory):
             file.read(last, dtype, mapped=True)
 
 
-def test_a_mapped_pickle_that_is_cut_short_is_refused_before_it_is_read(directory):
+def test_a_mapped_pickle_that_is_cut_short_is_rejected_before_it_is_read(directory):
     """Reading beyond the end of a mapped file would end the process."""
     path = directory / "pytorch_model.bin"
     torch.save(load_file(directory / "model.safetensors"), path)
@@ -368,10 +368,10 @@ class TestNonFinite:
         x = torch.tensor([largest, -largest, 0.0, -0.0, torch.finfo(dtype).tiny], dtype=dtype).repeat(5)
         assert count_non_finite(x) == count_non_finite(x.view(5, 5).T) == count_non_finite(x[:0]) == 0
         for value in (float("nan"), -float("nan"), float("inf"), -float("inf")):
-            for place in range(25):
+            for index in range(25):
                 y = x.clone()
-                y[place] = y[0] = value
-                assert count_non_finite(y) == (1 if place == 0 else 2)
+                y[index] = y[0] = value
+                assert count_non_finite(y) == (1 if index == 0 else 2)
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_loading_warns(self, directory, value):
@@ -399,7 +399,7 @@ class TestNonFinite:
 class TestDamage:
     """Whatever is wrong with a checkpoint, one sentence says what."""
 
-    def refused(self, directory, message):
+    def assert_rejected(self, directory, message):
         with pytest.raises(ValueError, match=message):
             MambaLM.from_pretrained(directory)
 
@@ -407,38 +407,40 @@ class TestDamage:
     def test_truncated(self, directory, keep):
         content = (directory / "model.safetensors").read_bytes()
         (directory / "model.safetensors").write_bytes(content[:keep])
-        self.refused(directory, "model.safetensors: not a readable safetensors file")
+        self.assert_rejected(directory, "model.safetensors: not a readable safetensors file")
 
     def test_corrupt_header(self, directory):
         content = (directory / "model.safetensors").read_bytes()
         (directory / "model.safetensors").write_bytes(content[:8] + b"#" + content[9:])
-        self.refused(directory, "model.safetensors: not a readable safetensors file")
+        self.assert_rejected(directory, "model.safetensors: not a readable safetensors file")
 
     def test_foreign_tensors(self, directory):
         save_file({"a.weight": torch.ones(3), "b.weight": torch.ones(3)}, directory / "model.safetensors")
-        self.refused(directory, "missing: backbone.embedding.weight, .* and 24 more; unexpected: a.weight, b.weight")
+        self.assert_rejected(
+            directory, "missing: backbone.embedding.weight, .* and 24 more; unexpected: a.weight, b.weight"
+        )
 
     def test_wrong_shape(self, directory):
         tensors = load_file(directory / "model.safetensors")
         tensors["backbone.norm_f.weight"] = torch.ones(31)
         save_file(tensors, directory / "model.safetensors")
-        self.refused(directory, r"of the wrong shape: backbone.norm_f.weight \(expected \(32,\), got \(31,\)\)")
+        self.assert_rejected(directory, r"of the wrong shape: backbone.norm_f.weight \(expected \(32,\), got \(31,\)\)")
 
     def test_integers_for_weights(self, directory):
         tensors = load_file(directory / "model.safetensors")
         tensors["backbone.norm_f.weight"] = torch.ones(32, dtype=torch.int8)
         save_file(tensors, directory / "model.safetensors")
-        self.refused(directory, r"of a dtype that weights cannot have: backbone.norm_f.weight \(torch.int8\)")
+        self.assert_rejected(directory, r"of a dtype that weights cannot have: backbone.norm_f.weight \(torch.int8\)")
 
     def test_config_that_contradicts_the_weights(self, directory):
         edit_json(directory / "config.json", n_layer=4)
-        self.refused(directory, r"missing: backbone.layers.3")
+        self.assert_rejected(directory, r"missing: backbone.layers.3")
         edit_json(directory / "config.json", n_layer=2)
-        self.refused(directory, r"unexpected: backbone.layers.2")
+        self.assert_rejected(directory, r"unexpected: backbone.layers.2")
         edit_json(directory / "config.json", n_layer=3, tie_embeddings=False)
-        self.refused(directory, "missing: lm_head.weight")
+        self.assert_rejected(directory, "missing: lm_head.weight")
         edit_json(directory / "config.json", tie_embeddings=True, d_model=48)
-        self.refused(directory, "of the wrong shape")
+        self.assert_rejected(directory, "of the wrong shape")
 
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -472,7 +474,7 @@ class TestDamage:
         ],
         ids=lambda x: json.dumps(x)[:70],
     )
-    def test_a_config_that_asks_for_more_than_there_is_is_refused_at_once(self, directory, changes, message):
+    def test_a_config_that_asks_for_more_than_there_is_is_rejected_at_once(self, directory, changes, message):
         edit_json(directory / "config.json", **changes)
         began = perf_counter()
         with pytest.raises(ValueError, match=message) as caught:
@@ -490,13 +492,13 @@ class TestDamage:
         elif limit == 7:
             assert open_checkpoint(tmp_path).config.block_config().dt_limit == (0.0, 7.0)
         else:
-            self.refused(tmp_path, str(tmp_path))
+            self.assert_rejected(tmp_path, str(tmp_path))
 
     @pytest.mark.parametrize("depth", [100, 900, 10**5])
     def test_a_config_that_is_nested_deeply(self, directory, depth):
         content = (directory / "config.json").read_text().rstrip().removesuffix("}")
         (directory / "config.json").write_text(content + f', "mystery": {"[" * depth}{"]" * depth}}}')
-        self.refused(directory, r"config.json: not readable JSON \(nested too deeply\)")
+        self.assert_rejected(directory, r"config.json: not readable JSON \(nested too deeply\)")
 
     @pytest.mark.parametrize(
         ("odd", "message"),
@@ -516,25 +518,25 @@ class TestDamage:
         name = "backbone.layers.1.mixer.in_proj.weight"
         torch.save({**tensors, name: odd(tensors[name])}, directory / "pytorch_model.bin")
         (directory / "model.safetensors").unlink()
-        self.refused(directory, rf"pytorch_model.bin: {name} must be a plain tensor, got {message}")
+        self.assert_rejected(directory, rf"pytorch_model.bin: {name} must be a plain tensor, got {message}")
 
     def test_a_torch_file_whose_names_are_none(self, directory):
         (directory / "model.safetensors").unlink()
         torch.save({1: torch.ones(1)}, directory / "pytorch_model.bin")
-        self.refused(directory, "expected a table of tensors by name")
+        self.assert_rejected(directory, "expected a table of tensors by name")
 
     def test_tied_config_with_two_different_weights(self, directory):
         tensors = load_file(directory / "model.safetensors")
         tensors["lm_head.weight"] = tensors["backbone.embedding.weight"] + 1
         save_file(tensors, directory / "model.safetensors")
-        self.refused(directory, "two different ones")
+        self.assert_rejected(directory, "two different ones")
 
     def test_a_key_that_maps_twice(self, tmp_path):
         shutil.copytree(GOLDEN / "lm_hf_mamba2", tmp_path, dirs_exist_ok=True)
         tensors = load_file(tmp_path / "model.safetensors")
         tensors["backbone.embedding.weight"] = tensors["backbone.embeddings.weight"].clone()
         save_file(tensors, tmp_path / "model.safetensors")
-        self.refused(tmp_path, "present twice: backbone.embedding")
+        self.assert_rejected(tmp_path, "present twice: backbone.embedding")
 
     def test_a_pickle_with_code(self, directory):
         class Bomb:
@@ -544,15 +546,15 @@ class TestDamage:
         (directory / "model.safetensors").unlink()
         for save in (torch.save, lambda x, path: path.write_bytes(pickle.dumps(x))):
             save({"a": Bomb()}, directory / "pytorch_model.bin")
-            self.refused(directory, "pytorch_model.bin: rejected, because it holds more than tensors")
+            self.assert_rejected(directory, "pytorch_model.bin: rejected, because it holds more than tensors")
         assert not (directory / "exploded").exists()
 
     def test_a_torch_file_that_is_none(self, directory):
         (directory / "model.safetensors").unlink()
         (directory / "pytorch_model.bin").write_bytes(b"")
-        self.refused(directory, "pytorch_model.bin")
+        self.assert_rejected(directory, "pytorch_model.bin")
         torch.save([1, 2], directory / "pytorch_model.bin")
-        self.refused(directory, "expected a table of tensors by name")
+        self.assert_rejected(directory, "expected a table of tensors by name")
 
     def test_config_files_that_are_none(self, directory):
         for content, message in (
@@ -563,34 +565,34 @@ class TestDamage:
             ('{"model_type": "anymamba_classifier"}', "anymamba_classifier, which anymamba predict and"),
         ):
             (directory / "config.json").write_text(content)
-            self.refused(directory, message)
+            self.assert_rejected(directory, message)
         (directory / "config.json").unlink()
-        self.refused(directory, "no config.json or params.json")
+        self.assert_rejected(directory, "no config.json or params.json")
         for step in ("step-00000005", "step-00000010"):
             shutil.copytree(GOLDEN / "lm_hf_mamba2", directory / "checkpoints" / step)
-        self.refused(directory, "a run that is not finished; .* opens as a model: .*step-00000010")
+        self.assert_rejected(directory, "a run that is not finished; .* opens as a model: .*step-00000010")
 
     def test_transformers_configs_we_cannot_compute(self, tmp_path):
         shutil.copytree(GOLDEN / "lm_hf_mamba2", tmp_path, dirs_exist_ok=True)
         edit_json(tmp_path / "config.json", hidden_act="gelu")
-        self.refused(tmp_path, "must have hidden_act = 'silu', got 'gelu'")
+        self.assert_rejected(tmp_path, "must have hidden_act = 'silu', got 'gelu'")
         edit_json(tmp_path / "config.json", hidden_act="silu", num_heads=5)
-        self.refused(tmp_path, "num_heads must be .* = 8, got 5")
+        self.assert_rejected(tmp_path, "num_heads must be .* = 8, got 5")
 
     def test_no_weights(self, directory):
         (directory / "model.safetensors").unlink()
-        self.refused(directory, "expected weights in one of model.safetensors, pytorch_model.bin, found none")
+        self.assert_rejected(directory, "expected weights in one of model.safetensors, pytorch_model.bin, found none")
 
     def test_a_mamba1_that_is_another_model(self, tmp_path):
         shutil.copytree(GOLDEN / "lm_hf_mamba", tmp_path, dirs_exist_ok=True)
         edit_json(tmp_path / "config.json", intermediate_size=65)
-        self.refused(tmp_path, "intermediate_size must be .* = 64, got 65")
+        self.assert_rejected(tmp_path, "intermediate_size must be .* = 64, got 65")
         edit_json(tmp_path / "config.json", intermediate_size=64, model_type="zamba")
-        self.refused(tmp_path, 'with "model_type": "mamba" or "falcon_mamba" or "mamba2", got \'zamba\'')
+        self.assert_rejected(tmp_path, 'with "model_type": "mamba" or "falcon_mamba" or "mamba2", got \'zamba\'')
 
     def test_a_file_or_nothing(self, directory):
-        self.refused(directory / "config.json", "expected a directory .*got a file")
-        self.refused(directory / "nothing", "no such directory, and not the id of a hub repository")
+        self.assert_rejected(directory / "config.json", "expected a directory .*got a file")
+        self.assert_rejected(directory / "nothing", "no such directory, and not the id of a hub repository")
 
 
 class TestSaving:
@@ -613,15 +615,15 @@ class TestSaving:
         for loaded in (model, MambaLM.from_pretrained(directory)):
             assert all(torch.equal(x, expected[name]) for name, x in loaded.state_dict().items())
 
-    def refused(self, model, directory, message):
+    def assert_rejected(self, model, directory, message):
         with pytest.raises(ValueError, match=message):
             model.save_pretrained(directory / "out")
         assert not (directory / "out").exists()
 
-    def test_a_head_of_its_own_under_a_tied_config_is_refused_and_not_dropped(self, tmp_path):
+    def test_a_head_of_its_own_under_a_tied_config_is_rejected_and_not_dropped(self, tmp_path):
         model, x = small_lm(), torch.randint(61, (1, 9))
         model.lm_head = torch.nn.Linear(32, 64, bias=False)
-        self.refused(
+        self.assert_rejected(
             model, tmp_path, r"two different ones; to keep both, .*tie_embeddings=False.*model.tie_weights\(\)"
         )
         model.config = dataclasses.replace(model.config, tie_embeddings=False)
@@ -634,7 +636,7 @@ class TestSaving:
         model.save_pretrained(tmp_path)
         assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
 
-    def test_weights_that_do_not_fit_the_config_are_refused_before_anything_is_written(self, tmp_path):
+    def test_weights_that_do_not_fit_the_config_are_rejected_before_anything_is_written(self, tmp_path):
         class Adapter(torch.nn.Module):
             def __init__(self, base):
                 super().__init__()
@@ -643,23 +645,23 @@ class TestSaving:
         model = small_lm()
         mixer = model.backbone.layers[1].mixer
         mixer.in_proj = Adapter(mixer.in_proj)
-        self.refused(
+        self.assert_rejected(
             model, tmp_path, r"do not fit .*missing: .*1.mixer.in_proj.weight; unexpected: .*in_proj.base.weight"
         )
         model = small_lm()
         torch.nn.utils.parametrizations.weight_norm(model.backbone.layers[0].mixer.in_proj)
-        self.refused(model, tmp_path, "unexpected: .*in_proj.parametrizations.weight.original0.*merge adapters")
+        self.assert_rejected(model, tmp_path, "unexpected: .*in_proj.parametrizations.weight.original0.*merge adapters")
         model = small_lm(tie_embeddings=False)
         model.backbone.embedding = torch.nn.Embedding(70, 32)
-        self.refused(
+        self.assert_rejected(
             model, tmp_path, r"of the wrong shape: backbone.embedding.weight \(expected \(64, 32\), got \(70, 32\)\)"
         )
         model = small_lm()
         model.config.ssm_cfg["d_state"] = 32
-        self.refused(model, tmp_path, "of the wrong shape")
+        self.assert_rejected(model, tmp_path, "of the wrong shape")
         model = small_lm()
         model.backbone.norm_f.weight = torch.nn.Parameter(torch.ones(32, dtype=torch.int8), requires_grad=False)
-        self.refused(model, tmp_path, r"backbone.norm_f.weight \(torch.int8\)")
+        self.assert_rejected(model, tmp_path, r"backbone.norm_f.weight \(torch.int8\)")
 
     @pytest.mark.skipif(sys.platform == "win32", reason="modes are those of POSIX")
     def test_weights_may_be_read_by_whom_the_umask_allows(self, tmp_path):

@@ -56,8 +56,8 @@ def test_another_format_names_the_end_of_a_text(model, tmp_path):
     assert repositories["me/mine"]["README.md"] == b"# Mine"
 
 
-def test_a_refusal_is_one_line(model, tmp_path):
-    with hub(refusing=True) as (address, _):
+def test_a_rejected_push_is_one_line(model, tmp_path):
+    with hub(rejects_writes=True) as (address, _):
         done = command(address, tmp_path / "home", "push", model, "me/mine")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("anymamba: me/mine: the hub did not accept it (")
@@ -69,7 +69,7 @@ def test_a_network_that_fails_is_one_line(model, tmp_path):
     assert done.stderr.startswith("anymamba: me/mine: the hub did not accept it (")
 
 
-def test_a_name_that_is_none_is_refused_before_anything_is_written():
+def test_a_name_that_is_none_is_rejected_before_anything_is_written():
     with pytest.raises(ValueError, match=r'just-a-name: expected the id of a hub repository \("owner/name"\)'):
         small_lm().push_to_hub("just-a-name")
 

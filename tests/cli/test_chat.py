@@ -121,7 +121,7 @@ def test_an_invalid_conversation_is_one_line(run, model, flags, message):
     assert err.count("\n") == 1
 
 
-def test_a_template_that_refuses_is_one_line(run, model):
+def test_a_template_that_raises_is_one_line(run, model):
     put_template(model, "{{ raise_exception('only in French') }}")
     code, _, err = run("generate", model, "--chat", "--prompt", "a")
     assert (code, err.count("\n")) == (2, 1)

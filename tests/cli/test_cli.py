@@ -204,21 +204,21 @@ class TestGenerate:
         flags = ["--max-new-tokens", 9, "--seed", 3, "--batch-size", 2, "--stop", "nowhere"]
         where = "-" if "stdin" in form else file
         code, out, err = run("generate", model, "--prompts", where, *flags, stdin=content)
-        found = [json.loads(line) for line in out.splitlines()]
-        assert (code, [entry["prompt"] for entry in found]) == (0, prompts)
-        assert [entry.get("id") for entry in found] == ([*range(5)] if "json" in form else [None] * 5)
-        for place in (0, 1, 3, 4):
-            assert found[place]["text"] == continuation(model, prompts[place].encode(), 9, seed=3)
-        assert (found[0]["reason"], len(found[0]["tokens"])) == ("length", 9)
-        assert found[0]["text"] != found[2]["text"]
+        entries = [json.loads(line) for line in out.splitlines()]
+        assert (code, [entry["prompt"] for entry in entries]) == (0, prompts)
+        assert [entry.get("id") for entry in entries] == ([*range(5)] if "json" in form else [None] * 5)
+        for index in (0, 1, 3, 4):
+            assert entries[index]["text"] == continuation(model, prompts[index].encode(), 9, seed=3)
+        assert (entries[0]["reason"], len(entries[0]["tokens"])) == ("length", 9)
+        assert entries[0]["text"] != entries[2]["text"]
         assert re.search(r"5 of 5 prompts, [\d.]+ new tokens/s", err)
 
     def test_prompts_can_have_samples_and_log_probabilities(self, run, model, tmp_path):
         (tmp_path / "prompts").write_text("one\ntwo\n")
         flags = ["--prompts", tmp_path / "prompts", "--max-new-tokens", 4, "--samples", 3, "--logprobs", 2]
-        found = [json.loads(line) for line in run("generate", model, *flags)[1].splitlines()]
-        assert [entry["prompt"] for entry in found] == ["one"] * 3 + ["two"] * 3
-        for entry in found:
+        entries = [json.loads(line) for line in run("generate", model, *flags)[1].splitlines()]
+        assert [entry["prompt"] for entry in entries] == ["one"] * 3 + ["two"] * 3
+        for entry in entries:
             assert [choice["token"] for choice in entry["choices"]] == entry["tokens"]
             assert all(len(alternatives) == 2 for alternatives in entry["alternatives"])
 
@@ -315,7 +315,7 @@ sys.exit(code)
         assert done.returncode == 2
         assert re.fullmatch("anymamba: std(in|out) is closed: .*\n", done.stderr)
 
-    def test_a_state_of_another_model_or_a_cut_one_is_refused(self, run, model, tmp_path):
+    def test_a_state_of_another_model_or_a_cut_one_is_rejected(self, run, model, tmp_path):
         state = tmp_path / "state"
         small_lm(**MODEL, seed=1).save_pretrained(tmp_path / "other")
         run("generate", tmp_path / "other", "--prompt", "x", "--save-state", state)
@@ -457,17 +457,17 @@ class TestInfo:
         ],
     )
     def test_a_model_around_a_stack(self, model, rows, run, tmp_path):
-        made = model()
-        made.save_pretrained(tmp_path)
+        saved = model()
+        saved.save_pretrained(tmp_path)
         code, out, _ = run("info", tmp_path)
         table = dict(re.split("  +", line, maxsplit=1) for line in out.splitlines())
         assert code == 0
-        assert table["parameters"] == f"{sum(p.numel() for p in made.parameters()):,}"
+        assert table["parameters"] == f"{sum(p.numel() for p in saved.parameters()):,}"
         for name, value in rows.items():
             assert table[name].startswith(value)
         code, _, err = run("info", tmp_path, "--weights", "int8")
         assert (code, err.count("\n")) == (2, 1)
-        assert f"--weights: for language models only, got a {type(made).__name__}" in err
+        assert f"--weights: for language models only, got a {type(saved).__name__}" in err
 
     def test_a_language_model_of_several_families(self, run, tmp_path):
         stack = {"layer_cfgs": [{"layer": "Mamba1"}, {"layer": "Mamba3", "headdim": 8}], "streams": 2, "gate_bias": 0.0}
@@ -481,16 +481,16 @@ class TestInfo:
         tensors = load_file(tmp_path / "model" / "model.safetensors")
         tensors["backbone.norm_f.weight"][0] = float("nan")
         save_file(tensors, tmp_path / "model" / "model.safetensors")
-        found = "1 tensor holds values that are not finite, first backbone.norm_f.weight (1 of 32)"
+        warning = "1 tensor holds values that are not finite, first backbone.norm_f.weight (1 of 32)"
         code, out, _ = run("info", model)
         assert code == 0
-        assert re.search(rf"values +{re.escape(found)}\n", out)
+        assert re.search(rf"values +{re.escape(warning)}\n", out)
         for command in (["generate", model, "--prompt", "x"], ["convert", model, tmp_path / "out"]):
             whole = [sys.executable, "-m", "anymamba", *command]
             done = subprocess.run(whole, capture_output=True, text=True, check=False)
-            assert done.stderr.splitlines()[0] == f"anymamba: warning: {model}: {found}"
+            assert done.stderr.splitlines()[0] == f"anymamba: warning: {model}: {warning}"
 
-    def test_a_config_that_asks_for_ten_thousand_layers_is_refused_at_once(self, run, model, tmp_path):
+    def test_a_config_that_asks_for_ten_thousand_layers_is_rejected_at_once(self, run, model, tmp_path):
         config = read_json(tmp_path / "model" / "config.json")
         (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "n_layer": 10_000}))
         began = perf_counter()
@@ -530,7 +530,7 @@ class TestEval:
         assert float(re.search(r"bits per byte +([\d.]+)", out)[1]) == pytest.approx(nats / math.log(2), rel=1e-4)
 
     @pytest.mark.parametrize("content", [b"", b"x"])
-    def test_a_text_that_is_too_short_is_refused(self, run, model, tmp_path, content):
+    def test_a_text_that_is_too_short_is_rejected(self, run, model, tmp_path, content):
         (tmp_path / "text").write_bytes(content)
         code, _, err = run("eval", model, tmp_path / "text")
         assert code == 2

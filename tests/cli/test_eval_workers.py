@@ -45,7 +45,7 @@ def save_model(directory):
     return directory
 
 
-def said(rank, size, *arguments):
+def run_eval(rank, size, *arguments):
     """Exit code, stdout and stderr of a worker; or of one process."""
     out, err = io.StringIO(), io.StringIO()
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size)})
@@ -54,14 +54,14 @@ def said(rank, size, *arguments):
     return code, out.getvalue(), err.getvalue()
 
 
-def assert_same_output(found, expected):
+def assert_same_output(actual, expected):
     """Compare word for word, and numbers to float error: a shared text is cut at other places."""
-    assert len(found.splitlines()) == len(expected.splitlines())
-    for word, wanted in zip(found.split(), expected.split(), strict=True):
-        if re.fullmatch(r"\d+\.\d{4}", wanted):
-            assert float(word) == pytest.approx(float(wanted), rel=1e-5, abs=1.1e-4)
+    assert len(actual.splitlines()) == len(expected.splitlines())
+    for word, expected_word in zip(actual.split(), expected.split(), strict=True):
+        if re.fullmatch(r"\d+\.\d{4}", expected_word):
+            assert float(word) == pytest.approx(float(expected_word), rel=1e-5, abs=1.1e-4)
         else:
-            assert word == wanted
+            assert word == expected_word
 
 
 @contextmanager
@@ -88,8 +88,8 @@ def prepare(rank, name):
 def output_case(rank, name):
     """The first worker prints what one process does, and the others nothing."""
     arguments = prepare(rank, name)
-    code, out, err = said(rank, dist.get_world_size(), *arguments)
-    expected = said(0, 1, *arguments)
+    code, out, err = run_eval(rank, dist.get_world_size(), *arguments)
+    expected = run_eval(0, 1, *arguments)
     assert code == 0
     assert_same_output(out, expected[1] if rank == 0 else "")
     assert err.count("tokens/s") == err.count("\n") == (rank == 0)
@@ -104,9 +104,9 @@ def likelihood_case(rank, family):
         ids = torch.randint(61, (length,)).tolist()
         *_, expected = score_text(model, [ids])
         for segment_len in (5, 20):
-            *_, found = score_text(model, [ids[:9], ids[9:]], segment_len, cp_group)
-            assert (found.predicted, found.read) == (length - 1, length)
-            nats = torch.tensor([found.nats, float(found.nats > 0)], dtype=torch.float64)
+            *_, likelihood = score_text(model, [ids[:9], ids[9:]], segment_len, cp_group)
+            assert (likelihood.predicted, likelihood.read) == (length - 1, length)
+            nats = torch.tensor([likelihood.nats, float(likelihood.nats > 0)], dtype=torch.float64)
             dist.all_reduce(nats)
             assert nats[0].item() == pytest.approx(expected.nats, rel=1e-10)
             if length > 90 and segment_len == 20:
@@ -129,14 +129,14 @@ def mistake_case(rank):
         ([directory / "nothing", directory / "short"], "nothing"),
         ([model, directory / "short", "--threads", "0"], "--threads must be at least 1, got 0"),
     ):
-        code, out, err = said(rank, dist.get_world_size(), *arguments)
+        code, out, err = run_eval(rank, dist.get_world_size(), *arguments)
         assert (code, out) == (2, "")
         assert err.count("\n") == (rank == 0)
         assert rank or words in err, err
 
 
 def other_texts_case(rank):
-    """If one worker sees another text, or none, all workers refuse it, whoever would score it."""
+    """If one worker sees another text, or none, all workers reject it, whoever would score it."""
     last = dist.get_world_size() - 1
     model, *texts = prepare(rank, "several")
     for number, change in enumerate((lambda text: text.swapcase(), lambda text: text + "more", None)):
@@ -150,7 +150,7 @@ def other_texts_case(rank):
             other.unlink() if change is None else other.write_text(change(other.read_text()))
         dist.barrier()
         with chdir(directory):
-            code, out, err = said(rank, last + 1, model, *(path.name for path in texts))
+            code, out, err = run_eval(rank, last + 1, model, *(path.name for path in texts))
         assert (code, out) == (2, "")
         assert err.count("\n") == (rank == 0)
         assert rank or f"rank {last} of {last + 1}: 1.txt: every rank must see the same text" in err, err

@@ -67,7 +67,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, message, tmp_path
     assert message in line
 
 
-def test_predictions_that_cannot_be_made_are_refused(run, files, tmp_path):
+def test_predictions_that_cannot_be_made_are_rejected(run, files, tmp_path):
     for arguments, message in [
         (["predict", str(tmp_path), str(files / "waves.csv")], "expected a model of `anymamba train --task`"),
         (["predict", str(tmp_path), str(files / "waves.csv"), "--steps", "0"], "--steps must be at least 1, got 0"),

@@ -135,7 +135,7 @@ def test_a_model_is_trained_further(run, config, tmp_path):
         (["--model.init", "./nowhere"], "./nowhere: no such directory"),
     ],
 )
-def test_a_config_that_cannot_work_is_refused_before_text_is_read(run, config, tmp_path, monkeypatch, flags, message):
+def test_a_config_that_cannot_work_is_rejected_before_text_is_read(run, config, tmp_path, monkeypatch, flags, message):
     monkeypatch.setattr("anymamba.training.tasks.language_model.find_text", None)
     code, _, err = run("train", config, "--out", tmp_path / "run", *flags)
     assert code == 2
@@ -199,14 +199,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, config, tmp_path, monkeypatc
         (b"", "a.jsonl", "no text files there"),
     ],
 )
-def test_text_that_cannot_be_used_is_refused(run, config, tmp_path, content, name, message):
+def test_text_that_cannot_be_used_is_rejected(run, config, tmp_path, content, name, message):
     (tmp_path / name).write_bytes(content)
     code, out, err = run("train", config, "--data.sources", tmp_path / name, "--out", tmp_path / "run")
     assert (code, out) == (2, "")
     assert message in err
 
 
-def test_an_unreadable_file_and_an_empty_directory_are_refused(run, config, tmp_path):
+def test_an_unreadable_file_and_an_empty_directory_are_rejected(run, config, tmp_path):
     (tmp_path / "empty").mkdir()
     flags = ["--data.sources", tmp_path / "empty", "--out", tmp_path / "run"]
     assert "no text files there" in run("train", config, *flags)[2]
@@ -238,7 +238,7 @@ def test_all_bad_files_are_listed_and_can_be_excluded_or_skipped(run, config, tm
     assert weights(tmp_path / "run") == weights(tmp_path / "skip")
 
 
-def test_a_changed_config_is_refused_by_name(run, config, tmp_path):
+def test_a_changed_config_is_rejected_by_name(run, config, tmp_path):
     run("train", config, "--out", tmp_path / "run", "--schedule.steps", 2)
     code, _, err = run("train", "--resume", tmp_path / "run", "--seed", 1)
     assert code == 2
@@ -271,16 +271,16 @@ def test_a_mesh_that_does_not_fit_is_one_line_and_exit_code_2_on_every_worker(co
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     command = [sys.executable, "-m", "anymamba", "train", config, "--out", tmp_path / "run", "--parallel.shard", "3"]
     world = [
-        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **places, "RANK": rank})
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment, "RANK": rank})
         for rank in "01"
     ]
-    said = [worker.communicate()[1] for worker in world]
+    errors = [worker.communicate()[1] for worker in world]
     assert [worker.returncode for worker in world] == [2, 2]
-    assert "replicate · shard · context = (what is left) · 3 · 1 must be the number of ranks, got 2" in said[0]
-    assert [text.count("\n") for text in said] == [1, 0]
+    assert "replicate · shard · context = (what is left) · 3 · 1 must be the number of ranks, got 2" in errors[0]
+    assert [text.count("\n") for text in errors] == [1, 0]
     assert not (tmp_path / "run").exists()
 
 
@@ -339,7 +339,7 @@ def test_help_names_every_field(run):
         (["a.toml", "b.toml"], "b.toml: unexpected argument"),
     ],
 )
-def test_an_option_that_does_not_exist_is_refused_with_those_that_are_near(run, flags, message):
+def test_an_option_that_does_not_exist_is_rejected_with_those_that_are_near(run, flags, message):
     code, out, err = run("train", *flags)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err

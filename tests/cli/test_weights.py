@@ -43,12 +43,13 @@ def test_a_converted_model_generates_and_scores_what_the_model_loaded_so_does(ru
 def test_info_shows_bytes_and_bits(run, model, tmp_path):
     assert run("convert", model, tmp_path / "small", "--weights", "int8")[0] == 0
     _, plain, _ = run("info", model)
-    _, narrow, _ = run("info", tmp_path / "small")
+    _, quantized, _ = run("info", tmp_path / "small")
     _, asked, _ = run("info", model, "--weights", "int8")
     assert "32.00 bits each" in plain
-    assert "in int8, computing in torch.float32" in narrow
+    assert "in int8, computing in torch.float32" in quantized
     lines = [
-        [line for line in text.splitlines() if line.startswith(("weights", "parameters"))] for text in (narrow, asked)
+        [line for line in text.splitlines() if line.startswith(("weights", "parameters"))]
+        for text in (quantized, asked)
     ]
     assert lines[0] == lines[1]
     assert [x for x in plain.splitlines() if x.startswith("parameters")] == [lines[0][0]]
@@ -67,11 +68,11 @@ def test_info_shows_how_prompts_are_multiplied(run, model, monkeypatch):
     assert "in float32, with some rows" in products("--weights", "int4")[0]
     assert "in float32, with some rows" in products("--weights", "bfloat16")[0]
     for has_units, expected in ((True, "in bfloat16, for which"), (False, "in float32: this processor")):
-        monkeypatch.setattr(info, "multiplies_bfloat16", lambda found=has_units: found)
+        monkeypatch.setattr(info, "multiplies_bfloat16", lambda has=has_units: has)
         assert expected in products("--weights", "bfloat16", "--dtype", "bfloat16")[0]
 
 
-def test_a_state_of_other_weights_is_refused(run, model, tmp_path):
+def test_a_state_of_other_weights_is_rejected(run, model, tmp_path):
     options = ("--tokenizer", "bytes", "--prompt", "ab", "--max-new-tokens", 2)
     state = tmp_path / "state"
     assert run("generate", model, *options, "--save-state", state)[0] == 0

@@ -134,10 +134,10 @@ def test_a_convolution_in_pieces_is_the_whole():
     assert_near(torch.cat([first, rest], 2), whole, 5e-6)
     state, ring, rows = torch.zeros(2, 5, 3), torch.zeros(2, 5, 6), torch.zeros(4, 5, 3)
     for t in range(11):
-        places = torch.full((2,), t, dtype=torch.int32)
+        positions = torch.full((2,), t, dtype=torch.int32)
         for y in (
             update(x[..., t], state, weight, bias, "silu"),
-            update(x[..., t], ring, weight, bias, "silu", cache_seqlens=places),
+            update(x[..., t], ring, weight, bias, "silu", cache_seqlens=positions),
             update(x[..., t], rows, weight, bias, True, conv_state_indices=torch.tensor([3, 1])),
         ):
             assert_near(y, whole[..., t], 5e-6)

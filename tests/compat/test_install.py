@@ -32,7 +32,7 @@ def stand_in():
     compat.uninstall()
 
 
-def found(path):
+def resolve(path):
     """The object of an official path, whose last parts are attributes."""
     parts = path.split(".")
     for cut in range(len(parts), 0, -1):
@@ -58,13 +58,13 @@ def test_signatures_are_the_official_ones(stand_in, path):
         for name, *default in SIGNATURES[path]
     ]
     if path.endswith(" (fields)"):
-        there = found(path.removesuffix(" (fields)"))
+        there = resolve(path.removesuffix(" (fields)"))
         actual = [(f.name, *([] if f.default is MISSING else [f.default])) for f in fields(there)]
         factories = [text for _, *default in SIGNATURES[path] for text in default if text.startswith("field(")]
-        made = [f.default_factory for f in fields(there) if f.default_factory is not MISSING]
-        assert [f"field(default_factory={kind.__name__})" for kind in made] == factories
+        kinds = [f.default_factory for f in fields(there) if f.default_factory is not MISSING]
+        assert [f"field(default_factory={kind.__name__})" for kind in kinds] == factories
     else:
-        there = found(path)
+        there = resolve(path)
         parameters = list(inspect.signature(there).parameters.values())
         actual = [described(p) for p in parameters if p.name != "self"]
         assert all(p.kind is not inspect.Parameter.KEYWORD_ONLY for p in parameters)
@@ -138,9 +138,9 @@ def test_models_of_transformers_pick_it_up_and_compute_the_same():
     command = [sys.executable, str(script)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=ONE_THREAD)
     assert result.returncode == 0, result.stderr
-    found = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(found) == 9
-    for model in found:
+    reports = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(reports) == 9
+    for model in reports:
         assert {"causal_conv1d_fn", "causal_conv1d_update", "selective_state_update"} < set(model["called"])
         assert {"selective_scan_fn", "mamba_chunk_scan_combined"} & set(model["called"])
         assert max(model["errors"].values()) <= 1e-5, model

@@ -1,4 +1,4 @@
-"""A state file is whole and of the right kind, or refused in one line that names it."""
+"""A state file is whole and of the right kind, or rejected in one line that names it."""
 
 import hashlib
 import json
@@ -53,7 +53,7 @@ def state(request, tmp_path):
     return path, load, tree, metadata
 
 
-def refused(load, path, message):
+def assert_rejected(load, path, message):
     with pytest.raises(ValueError, match=message) as caught:
         load(path)
     assert str(path) in str(caught.value)
@@ -90,51 +90,51 @@ def test_a_file_is_as_it_is_described(state):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_changed_byte_is_refused(kind, tmp_path):
+def test_any_changed_byte_is_rejected(kind, tmp_path):
     path = tmp_path / "some.state"
     load, _ = saved(kind, path)
     content = path.read_bytes()
     with path.open("r+b", buffering=0) as file:
-        for place in range(0, len(content), 1 if kind == "Mamba2Cache" else 7):
+        for offset in range(0, len(content), 1 if kind == "Mamba2Cache" else 7):
             for flip in (1, 0x2A, 0x80):  # the second turns a space of the header into a newline
-                file.seek(place)
-                file.write(bytes([content[place] ^ flip]))
+                file.seek(offset)
+                file.write(bytes([content[offset] ^ flip]))
                 with pytest.raises(ValueError, match=r"some\.state: "):
                     load(path)
-            file.seek(place)
-            file.write(content[place : place + 1])
+            file.seek(offset)
+            file.write(content[offset : offset + 1])
     load(path)
 
 
-def test_a_file_that_is_cut_or_grows_is_refused(state):
+def test_a_file_that_is_cut_or_grows_is_rejected(state):
     path, load, _, _ = state
     content = path.read_bytes()
     for changed in (b"", content[:7], content[: len(content) // 2], content[:-1], content + b"\0", b"\xff" * 100):
         path.write_bytes(changed)
-        refused(load, path, "not a readable safetensors file")
+        assert_rejected(load, path, "not a readable safetensors file")
     path.unlink()
-    refused(load, path, "no such file")
+    assert_rejected(load, path, "no such file")
     path.mkdir()
-    refused(load, path, "no such file")
+    assert_rejected(load, path, "no such file")
 
 
-def test_other_versions_and_kinds_are_refused(state):
+def test_other_versions_and_kinds_are_rejected(state):
     path, load, tree, metadata = state
     tensors = tree.tensors()
     forged(path, tensors, **{**metadata, "version": "2"})
-    refused(load, path, "expected a state file of version 1, got '2': .*another version of anymamba")
+    assert_rejected(load, path, "expected a state file of version 1, got '2': .*another version of anymamba")
     forged(path, tensors, **{**metadata, "kind": "Mamba1Cache"})
-    refused(load, path, "expected a saved .*, got 'Mamba1Cache'")
+    assert_rejected(load, path, "expected a saved .*, got 'Mamba1Cache'")
     forged(path, tensors, **{**metadata, "more": "x"})
-    refused(load, path, "expected metadata .*, got .*'more'")
+    assert_rejected(load, path, "expected metadata .*, got .*'more'")
     forged(path, tensors, **{name: x for name, x in metadata.items() if name != "version"})
-    refused(load, path, "got 'none'")
+    assert_rejected(load, path, "got 'none'")
     save_file({"x": torch.zeros(1)}, path)
-    refused(load, path, "got a file of no kind")
+    assert_rejected(load, path, "got a file of no kind")
 
 
 def odd_tensors(tree):
-    """Tensors that are none of this tree's, and words of the refusal."""
+    """Tensors that are none of this tree's, and words of the message."""
     first, *_, last = tree.tensors()
     x = tree.tensors()[first]
     yield {first: None}, f"the state lacks {first}"
@@ -152,12 +152,12 @@ def odd_tensors(tree):
     yield {first: torch.full_like(x, -float("inf"))}, "not finite"
 
 
-def test_odd_tensors_are_refused_whoever_wrote_the_checksum(state):
+def test_odd_tensors_are_rejected_whoever_wrote_the_checksum(state):
     path, load, tree, metadata = state
     for changes, message in odd_tensors(tree):
         tensors = {name: x for name, x in {**tree.tensors(), **changes}.items() if x is not None}
         forged(path, tensors, **metadata)
-        refused(load, path, message)
+        assert_rejected(load, path, message)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_generation_has_logits_seen_tokens_keys_and_counts_of_its_model(name, 
     load, tree = saved("GenerationState", path)
     metadata = {key: x for key, x in metadata_of(path).items() if key != "checksum"}
     forged(path, {**tree.tensors(), name: value}, **metadata)
-    refused(load, path, message)
+    assert_rejected(load, path, message)
 
 
 def test_a_logit_of_minus_infinity_is_a_token_that_is_never_drawn(tmp_path):
@@ -201,7 +201,7 @@ def test_a_logit_of_minus_infinity_is_a_token_that_is_never_drawn(tmp_path):
     assert torch.equal(load(path).logits, tree.logits)
 
 
-def test_a_bool_that_is_neither_true_nor_false_is_refused(tmp_path):
+def test_a_bool_that_is_neither_true_nor_false_is_rejected(tmp_path):
     path = tmp_path / "some.state"
     load, tree = saved("GenerationState", path)
     metadata = {key: x for key, x in metadata_of(path).items() if key != "checksum"}
@@ -211,10 +211,10 @@ def test_a_bool_that_is_neither_true_nor_false_is_refused(tmp_path):
     header = struct.pack("<Q", struct.unpack("<Q", content[:8])[0] + 2)
     path.write_bytes(header + forged_again[8:])
     resign(path)
-    refused(load, path, "seen must hold True and False, bytes 0 and 1, got 2")
+    assert_rejected(load, path, "seen must hold True and False, bytes 0 and 1, got 2")
 
 
-def test_a_shape_that_cannot_be_is_refused(tmp_path):
+def test_a_shape_that_cannot_be_is_rejected(tmp_path):
     path = tmp_path / "some.state"
     load, tree = saved("Mamba2Cache", path)
     metadata = {key: x for key, x in metadata_of(path).items() if key != "checksum"}
@@ -225,22 +225,22 @@ def test_a_shape_that_cannot_be_is_refused(tmp_path):
     header = struct.pack("<Q", struct.unpack("<Q", content[:8])[0] + len(other) - len(shape))
     path.write_bytes(header + content[8:].replace(shape, other))
     resign(path)
-    refused(load, path, r"conv: invalid shape \[18446744073709551615, 0\] \(dimensions must be below")
+    assert_rejected(load, path, r"conv: invalid shape \[18446744073709551615, 0\] \(dimensions must be below")
 
 
 def resign(path):
     content = path.read_bytes()
-    place = content.index(b'"checksum":"') + 12
-    content = content[:place] + b"0" * 32 + content[place + 32 :]
+    offset = content.index(b'"checksum":"') + 12
+    content = content[:offset] + b"0" * 32 + content[offset + 32 :]
     digest = hashlib.blake2b(content, digest_size=16).hexdigest().encode()
-    path.write_bytes(content[:place] + digest + content[place + 32 :])
+    path.write_bytes(content[:offset] + digest + content[offset + 32 :])
 
 
-def test_a_header_that_is_nested_too_deeply_is_refused(state):
+def test_a_header_that_is_nested_too_deeply_is_rejected(state):
     path, load, *_ = state
     header = b'{"a":' + b"[" * 50_000 + b"]" * 50_000 + b"}"
     path.write_bytes(struct.pack("<Q", len(header)) + header)
-    refused(load, path, "not a readable safetensors file")
+    assert_rejected(load, path, "not a readable safetensors file")
 
 
 def test_a_state_that_is_not_finite_is_not_written(state):
@@ -275,7 +275,7 @@ def test_a_cache_of_states_alone_is_kept(tmp_path, dtype):
     OnlyStates(torch.ones(2, 3, dtype=dtype)).save(tmp_path / "state")
     assert torch.equal(OnlyStates.load(tmp_path / "state").mean, torch.ones(2, 3, dtype=dtype))
     OnlyStates(torch.ones(2, 3, dtype=torch.bfloat16)).save(tmp_path / "state")
-    refused(OnlyStates.load, tmp_path / "state", "mean must be torch.float32")
+    assert_rejected(OnlyStates.load, tmp_path / "state", "mean must be torch.float32")
 
 
 def test_a_loaded_state_has_memory_of_its_own(state):

@@ -82,11 +82,11 @@ def test_trees_of_torch_see_the_same_leaves():
 def test_other_tensors_are_put_in_their_places():
     tree = root()
     others = [torch.full_like(x, i) for i, x in enumerate(tree.leaves())]
-    made = tree.with_tensors(others)
-    assert isinstance(made, Root)
-    assert all(a is b for a, b in zip(made.leaves(), others, strict=True))
-    assert isinstance(made.parts[1], Leaf)
-    assert made.pair[1][0] is others[6]
+    replaced = tree.with_tensors(others)
+    assert isinstance(replaced, Root)
+    assert all(a is b for a, b in zip(replaced.leaves(), others, strict=True))
+    assert isinstance(replaced.parts[1], Leaf)
+    assert replaced.pair[1][0] is others[6]
     for wrong in (others[:-1], [*others, others[0]], []):
         with pytest.raises(ValueError, match=f"Root: expected 10 tensors, got {len(wrong)}"):
             tree.with_tensors(wrong)
@@ -109,8 +109,8 @@ def test_a_clone_shares_no_memory_and_a_detached_one_has_no_history():
 )
 def test_states_stay_wide_and_what_is_kept_stays_as_it_is(dtype, wide):
     for moved in (root().to(dtype), root().to(dtype=dtype), root().to("cpu", dtype)):
-        found = {name: x.dtype for name, x in moved.tensors().items()}
-        assert found == {
+        dtypes = {name: x.dtype for name, x in moved.tensors().items()}
+        assert dtypes == {
             name: torch.int64 if name == "counts" else wide if name.endswith("state") else dtype for name in NAMES
         }
 
@@ -124,8 +124,8 @@ def test_what_is_kept_stays_on_the_cpu():
 def test_rows_are_selected_everywhere(index):
     tree, expected = root(), [index] if isinstance(index, int) else index
     chosen = tree.rows(index)
-    for x, found in zip(tree.leaves(), chosen.leaves(), strict=True):
-        assert torch.equal(found, x[expected])
+    for x, selected in zip(tree.leaves(), chosen.leaves(), strict=True):
+        assert torch.equal(selected, x[expected])
 
 
 def test_cat_is_the_inverse_of_rows():

@@ -84,29 +84,29 @@ def block_case(rank, make, cuts, bounds, carried):
     block.zero_grad()
     begin, end, local, numbers, context = part_of(rank, cuts, bounds)
     mine = x.detach()[:, begin:end].requires_grad_()
-    given = [v.detach()[slice(None) if numbers is None else numbers].requires_grad_() for v in cache or ()]
-    start = type(cache)(*given) if cache else None
+    states = [v.detach()[slice(None) if numbers is None else numbers].requires_grad_() for v in cache or ()]
+    start = type(cache)(*states) if cache else None
     y_here, new_here = block.prefill(mine, start, cu_seqlens=local, context=context)
     (y_here * weight[:, begin:end]).sum().backward()
     assert_near(y_here, y[:, begin:end], 1e-10, "y")
     last = new_here.rows(slice(-1, None) if numbers else slice(None))
     if not context.continues_to_next:
-        for name, found in last.tensors().items():
-            wanted = new.tensors()[name][slice(numbers[-1], numbers[-1] + 1) if numbers else slice(None)]
-            assert_near(found, wanted, 1e-10, name)
+        for name, state in last.tensors().items():
+            whole_state = new.tensors()[name][slice(numbers[-1], numbers[-1] + 1) if numbers else slice(None)]
+            assert_near(state, whole_state, 1e-10, name)
     assert_near(mine.grad, expected[0][:, begin:end], 1e-10, "dx")
-    for name, found, wanted in zip(type(cache)._fields if cache else (), given, expected[1:], strict=False):
+    for name, state, whole_grad in zip(type(cache)._fields if cache else (), states, expected[1:], strict=False):
         # The gradient of a start is where its sequence begins.
         begins_here = [i for i, z in enumerate(numbers or range(b)) if bounds is None or bounds[z] >= begin]
         if bounds is None:
             begins_here = begins_here if rank == 0 else []
         for i in begins_here:
             z = i if numbers is None else numbers[i]
-            assert_near(found.grad[i], wanted[z], 1e-10, f"d{name}", least=1e-12)
-    for p, wanted in zip(block.parameters(), expected[len(leaves) :], strict=True):
+            assert_near(state.grad[i], whole_grad[z], 1e-10, f"d{name}", least=1e-12)
+    for p, whole_grad in zip(block.parameters(), expected[len(leaves) :], strict=True):
         grad = torch.zeros_like(p) if p.grad is None else p.grad
         dist.all_reduce(grad)
-        assert_near(grad, wanted, 1e-10, "weights", least=1e-12)
+        assert_near(grad, whole_grad, 1e-10, "weights", least=1e-12)
 
 
 def model_case(rank, family, checkpointing):
@@ -123,11 +123,11 @@ def model_case(rank, family, checkpointing):
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     begin, end, local, _, context = part_of(rank, [0, 14, 30], bounds)
-    here = model(
+    local_nats = model(
         ids[:, begin:end], targets=targets[:, begin:end], cu_seqlens=local, logits="none", context=context
     ).nats  # fmt: skip
-    here.backward()
-    total = here.detach().clone()
+    local_nats.backward()
+    total = local_nats.detach().clone()
     dist.all_reduce(total)
     assert_near(total, nats, 1e-12)
     for name, p in model.named_parameters():
@@ -139,17 +139,17 @@ def bytes_case(rank, make):
     """What a layer sends forward is its cache, one row of it; and as much comes back; whatever the length."""
     block = make()
     cache = block.init_cache(1)
-    found = []
+    bytes_sent = []
     for length in (8, 64):
         cp_group = cp_group_of(rank)
         context = SequencePart(cp_group, rank > 0, rank + 1 < cp_group.size)
         y, _ = block.prefill(torch.randn(1, length, 8), context=context)
         y.sum().backward()
-        found.append(cp_group.sent)
-    assert found == [cache.nbytes, cache.nbytes], (found, cache.nbytes)
+        bytes_sent.append(cp_group.sent)
+    assert bytes_sent == [cache.nbytes, cache.nbytes], (bytes_sent, cache.nbytes)
 
 
-def refusal_case(rank):
+def rejection_case(rank):
     """Parts that are too short, and what does not go together with parts."""
     context = SequencePart(cp_group_of(rank), rank > 0, rank == 0)
     block, x = BLOCKS["mamba2"](), torch.randn(1, 8, 8)
@@ -183,14 +183,14 @@ WORKER_CASES[2] |= {
     for again in (False, True)
 }
 WORKER_CASES[2] |= {f"bytes of {name}": functools.partial(bytes_case, make=make) for name, make in BLOCKS.items()}
-WORKER_CASES[2]["refusals"] = refusal_case
+WORKER_CASES[2]["rejections"] = rejection_case
 
 
 @functools.cache
-def said(size):
+def messages(size):
     return run_cases(__name__, size)
 
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in WORKER_CASES.items() for name in cases])
 def test_parts_of_a_sequence_are_the_whole(size, name):
-    assert not said(size)[name], said(size)[name]
+    assert not messages(size)[name], messages(size)[name]

@@ -289,7 +289,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(write, full_disk):
     ],
     ids=lambda x: repr(x)[:20],
 )
-def test_anything_but_a_json_object_is_refused_in_one_line(content, message, tmp_path):
+def test_anything_but_a_json_object_is_rejected_in_one_line(content, message, tmp_path):
     file = tmp_path / "some.json"
     file.write_bytes(content)
     with pytest.raises(ValueError, match=rf"some\.json: .*{message}") as caught:

@@ -29,10 +29,10 @@ def computed(monkeypatch):
     """Choose oneDNN for products of any size; the shapes of those that it computes."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         pytest.skip("this torch has no oneDNN")
-    found, product = [], linear_module._product
+    shapes, product = [], linear_module._product
 
     def counted(x, weight, bias):
-        found.append((tuple(x.shape), tuple(weight.shape)))
+        shapes.append((tuple(x.shape), tuple(weight.shape)))
         return product(x, weight, bias)
 
     monkeypatch.setattr(linear_module, "matmul_library", lambda: "onednn")
@@ -40,7 +40,7 @@ def computed(monkeypatch):
     monkeypatch.setattr(linear_module, "_MIN_DIM", 1)
     monkeypatch.setattr(linear_module, "_MIN_PRODUCTS", 1)
     monkeypatch.setattr(linear_module, "_product", counted)
-    return found
+    return shapes
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -54,8 +54,8 @@ def test_values_and_gradients_are_those_in_float64(computed, m, i, o, biased):
         y = function(*leaves)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype))]
 
-    for found, expected in zip(outcome(linear, torch.float32), outcome(F.linear, torch.float64), strict=True):
-        assert_near(found, expected, FLOOR[torch.float32])
+    for actual, expected in zip(outcome(linear, torch.float32), outcome(F.linear, torch.float64), strict=True):
+        assert_near(actual, expected, FLOOR[torch.float32])
     assert len(computed) == 3  # forward, and the gradients of x and the weight
 
 
@@ -88,8 +88,8 @@ def test_gradients_have_gradients(computed):
         return torch.autograd.grad(dx.square().sum(), [x, weight])
 
     wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
-    for found, expected in zip(second(linear, x, weight), second(F.linear, *wide), strict=True):
-        assert_near(found, expected, FLOOR[torch.float32])
+    for actual, expected in zip(second(linear, x, weight), second(F.linear, *wide), strict=True):
+        assert_near(actual, expected, FLOOR[torch.float32])
     assert computed
 
 
@@ -136,9 +136,9 @@ class Wrapped(nn.Module):
 )
 def test_everything_else_is_left_to_torch(computed, other):
     x, weight = other()
-    found, expected = linear(x, weight), F.linear(x, weight)
-    assert found.shape == expected.shape
-    assert found.device.type == "meta" or torch.equal(found, expected)
+    y, expected = linear(x, weight), F.linear(x, weight)
+    assert y.shape == expected.shape
+    assert y.device.type == "meta" or torch.equal(y, expected)
     assert not computed
 
 
@@ -159,14 +159,14 @@ def test_a_program_that_allows_tf32_keeps_the_fast_product(computed):
     expected = linear(x, weight)
     torch.set_float32_matmul_precision("high")
     try:
-        found = linear(x, weight)
+        y = linear(x, weight)
     finally:
         torch.set_float32_matmul_precision("highest")
     assert len(computed) == 2
-    assert_near(found, expected.double(), 1e-3)  # of TF32, where there is such a thing
+    assert_near(y, expected.double(), 1e-3)  # of TF32, where there is such a thing
 
 
-def test_shapes_that_do_not_fit_are_refused_as_torch_refuses_them(computed):
+def test_shapes_that_do_not_fit_are_rejected_as_torch_rejects_them(computed):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         linear(torch.randn(32, 15), torch.randn(8, 16))
 
@@ -332,7 +332,7 @@ def test_an_unknown_library_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("machine", "said", "environment", "expected"),
+    ("machine", "cpuinfo", "environment", "expected"),
     [
         ("x86_64", "flags\t\t: fpu avx512f avx512_bf16 avx512_vnni", {}, True),
         ("x86_64", "flags\t\t: fpu amx_tile amx_bf16", {}, True),
@@ -346,12 +346,14 @@ def test_an_unknown_library_is_named(monkeypatch):
         ("arm64", "", {}, False),
     ],
 )
-def test_bfloat16_is_multiplied_where_the_processor_has_units_for_it(monkeypatch, machine, said, environment, expected):
+def test_bfloat16_is_multiplied_where_the_processor_has_units_for_it(
+    monkeypatch, machine, cpuinfo, environment, expected
+):
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(linear_module, "_cpuinfo", lambda: ["processor\t: 0", *said.splitlines()])
+    monkeypatch.setattr(linear_module, "_cpuinfo", lambda: ["processor\t: 0", *cpuinfo.splitlines()])
     monkeypatch.setattr(linear_module.platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mkldnn, "is_acl_available", lambda: True)

@@ -23,10 +23,10 @@ def scan_inputs(b=2, z=2):
     return normal(b, 5, 1, 4, 3), normal(b, 5, 1, 2, 6), normal(b, 5, 1, 2, 6), decay, normal(z, 4, 3, 6)
 
 
-def rotated_inputs(b=2, z=2, r=1, turns=2, start=None):
+def rotated_inputs(b=2, z=2, r=1, channels=2, start=None):
     keys = normal(b, 5, r, 2, 6), normal(b, 5, r, 2, 6), normal(4, r, 6), normal(4, r, 6)
     real = (torch.arange(5) < LENGTHS[:, None])[:b, :, None] if b > 1 else 1.0  # padding takes no steps
-    numbers = normal(b, 5, turns), *(sign * real * torch.rand(b, 5, 4) for sign in (1, -1, 1, 1))
+    numbers = normal(b, 5, channels), *(sign * real * torch.rand(b, 5, 4) for sign in (1, -1, 1, 1))
     weights = normal(4), normal(4, r, 3) if r > 1 else None
     return (
         normal(b, 5, 4, 3),
@@ -136,13 +136,13 @@ def test_an_implementation_returns_what_the_fake_promises(name):
 
 def run(name, inputs, call):
     """Outputs and gradients."""
-    given = leaves(name, inputs)
-    outputs = call(*given)
+    arguments = leaves(name, inputs)
+    outputs = call(*arguments)
     outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
     generator = torch.Generator().manual_seed(1)
     heads = [torch.randn(y.shape, generator=generator) for y in outputs]
-    wanted = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
-    return [*outputs, *torch.autograd.grad(outputs, wanted, heads, allow_unused=True, materialize_grads=True)]
+    inputs_with_grad = [x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad]
+    return [*outputs, *torch.autograd.grad(outputs, inputs_with_grad, heads, allow_unused=True, materialize_grads=True)]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -154,11 +154,11 @@ def test_the_node_the_kernels_the_portable_code_and_the_definition_agree(name):
         with portable():
             expected = run(name, inputs, OPERATORS[name])
         for call in (OPERATORS[name], getattr(torch.ops.anymamba, name)):
-            for actual, wanted in zip(run(name, inputs, call), expected, strict=True):
-                assert_near(actual, wanted, floor, name)
+            for actual, reference in zip(run(name, inputs, call), expected, strict=True):
+                assert_near(actual, reference, floor, name)
             with kernels_off():
-                for actual, wanted in zip(run(name, inputs, call), expected, strict=True):
-                    assert_near(actual, wanted, 4 * FLOOR[torch.float32], name)
+                for actual, reference in zip(run(name, inputs, call), expected, strict=True):
+                    assert_near(actual, reference, 4 * FLOOR[torch.float32], name)
 
 
 def nodes_of(function, *inputs):

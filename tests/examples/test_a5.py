@@ -54,7 +54,7 @@ def test_batches_repeat_from_the_seed():
     assert all(batch(*a) != batch(*b) for a, b in itertools.combinations([(0, 1), (0, 2), (1, 1)], 2))
 
 
-def test_bad_input_is_refused(tmp_path, capsys):
+def test_bad_input_is_rejected(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--steps", "0", "--out", str(tmp_path)])
     assert "steps must be at least 1, got 0" in capsys.readouterr().err

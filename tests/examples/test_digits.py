@@ -86,7 +86,7 @@ def test_the_command_goes_on_where_it_stopped(tmp_path, capsys):
     assert "changed: schedule.steps (was 2, got 1); 2 steps have been taken" in capsys.readouterr().err
 
 
-def test_bad_input_is_refused(tmp_path, capsys):
+def test_bad_input_is_rejected(tmp_path, capsys):
     for command, message in [
         (["--family", "mamba1"], "invalid choice"),
         ([], "--family"),

@@ -13,8 +13,8 @@ from tests.support import assert_near
 
 def test_autoregression_finds_the_recurrence_of_a_series():
     x = np.sin(0.7 * np.arange(60))[:, None] * [1.0, 2.0]
-    found = series.autoregression(x[:40], x, 2)
-    assert_near(torch.from_numpy(found), torch.from_numpy(x[40:]), 1e-8)
+    predictions = series.autoregression(x[:40], x, 2)
+    assert_near(torch.from_numpy(predictions), torch.from_numpy(x[40:]), 1e-8)
     assert series.best_order(x) in series.ORDERS
     noise = np.random.default_rng(0).normal(size=(300, 1))
     walk = noise.cumsum(0)

@@ -37,7 +37,7 @@ def test_the_command_writes_a_table_and_a_picture(tmp_path, capsys):
     assert all(1 <= float(ratio) <= 47 for ratio in last[5:8])
 
 
-def test_bad_input_is_refused(tmp_path, capsys):
+def test_bad_input_is_rejected(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--seed", "-1", "--out", str(tmp_path)])
     assert "seed must be at least 0" in capsys.readouterr().err

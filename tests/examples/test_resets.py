@@ -131,7 +131,7 @@ def test_streams_repeat_from_their_seed(task, family):
     assert not np.array_equal(draws[0], draws[2])
 
 
-def test_streams_refuse_what_they_cannot_draw():
+def test_streams_reject_what_they_cannot_draw():
     with pytest.raises(ValueError, match=r"family must be one of random, drift, balanced, got 'runs'"):
         STREAMS["rotor"].draw("runs", np.random.default_rng(0), 4, LENGTH)
     with pytest.raises(ValueError, match="length must be at least 8, got 7"):
@@ -196,10 +196,10 @@ def test_a_short_run_learns_to_turn(tmp_path):
 def test_the_task_is_solved_only_without_a_mistake():
     task = ResetTask(ResetConfig(reset=ResetSection(task="spinor", variant="quaternion")))
     model = by_hand("spinor")
-    found = task.evaluate(model, 7, torch.float32)
-    assert found.solved
-    assert found.values == {"worst_accuracy": 1.0}
-    assert found.text == "step 7: random 100.00 %, shuffle 100.00 %, runs 100.00 %"
+    evaluation = task.evaluate(model, 7, torch.float32)
+    assert evaluation.solved
+    assert evaluation.values == {"worst_accuracy": 1.0}
+    assert evaluation.text == "step 7: random 100.00 %, shuffle 100.00 %, runs 100.00 %"
     with torch.no_grad():
         model.head.bias[0] += 20  # everything is taken for 1
     assert not task.evaluate(model, 7, torch.float32).solved
@@ -243,14 +243,14 @@ def test_the_command_goes_on_where_it_stopped(tmp_path, capsys):
         (["--task", "rotor", "--steps", "0"], "steps must be at least 1, got 0"),
     ],
 )
-def test_bad_input_is_refused(command, message, tmp_path, capsys):
+def test_bad_input_is_rejected(command, message, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([*command, "--out", str(tmp_path)])
     assert message in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
 
-def test_bad_configs_are_refused():
+def test_bad_configs_are_rejected():
     with pytest.raises(ValueError, match="task must be one of majority, rotor, spinor, got 'parity'"):
         ResetSection(task="parity")
     with pytest.raises(ValueError, match="variant must be one of quaternion, complex, got 'Mamba-2'"):

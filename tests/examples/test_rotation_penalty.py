@@ -11,9 +11,9 @@ from tests.examples.test_state_tracking import config
 CIRCLE = 2 * math.pi
 
 
-def turns(*shares):
+def rotations(*fractions):
     """One token and one head that turns pairs by shares of a circle, in float64."""
-    return torch.tensor(shares, dtype=torch.float64).reshape(1, 1, 1, -1) * CIRCLE
+    return torch.tensor(fractions, dtype=torch.float64).reshape(1, 1, 1, -1) * CIRCLE
 
 
 def lasting():
@@ -21,29 +21,29 @@ def lasting():
 
 
 def test_simple_fractions_of_a_circle_cost_nothing_and_what_lies_between_them_does():
-    simple = turns(0, 1 / 2, -1 / 2, 1 / 3, 2 / 3, 1 / 4, -1 / 5, 2 / 5, 5 / 6, 1 / 12)
+    simple = rotations(0, 1 / 2, -1 / 2, 1 / 3, 2 / 3, 1 / 4, -1 / 5, 2 / 5, 5 / 6, 1 / 12)
     assert rotation_penalty(lasting(), simple).item() == pytest.approx(0, abs=1e-12)
     assert rotation_penalty(lasting(), simple + CIRCLE / PARTS / 2).item() == pytest.approx(2)
     assert rotation_penalty(lasting(), simple + CIRCLE / PARTS / 4).item() == pytest.approx(1)
 
 
-@pytest.mark.parametrize("share", [1 / 2, 0.0, -1 / 5, 1 / 4])
+@pytest.mark.parametrize("fraction", [1 / 2, 0.0, -1 / 5, 1 / 4])
 @pytest.mark.parametrize("off", [0.0014, -0.0014, 0.004, -0.004])
-def test_the_gradient_pulls_a_turn_to_the_nearest_fraction(share, off):
-    turn = turns(share + off).requires_grad_()
-    optimizer = torch.optim.SGD([turn], lr=1 / PARTS**2)
+def test_the_gradient_pulls_a_turn_to_the_nearest_fraction(fraction, off):
+    rotation = rotations(fraction + off).requires_grad_()
+    optimizer = torch.optim.SGD([rotation], lr=1 / PARTS**2)
     for _ in range(40):
         optimizer.zero_grad()
-        rotation_penalty(lasting(), turn).backward()
+        rotation_penalty(lasting(), rotation).backward()
         optimizer.step()
-    assert turn.item() / CIRCLE == pytest.approx(share, abs=1e-9)
+    assert rotation.item() / CIRCLE == pytest.approx(fraction, abs=1e-9)
 
 
 def test_states_that_last_are_made_to_last_and_those_that_fade_stay_free():
     log_decay = torch.tensor([[[-1e-3, -1.0]]], dtype=torch.float64, requires_grad=True)
-    turn = turns(0.01).expand(1, 1, 2, 1).clone().requires_grad_()
-    rotation_penalty(log_decay, turn).backward()
-    kept, fading = turn.grad.flatten().abs().tolist()
+    rotation = rotations(0.01).expand(1, 1, 2, 1).clone().requires_grad_()
+    rotation_penalty(log_decay, rotation).backward()
+    kept, fading = rotation.grad.flatten().abs().tolist()
     assert kept > 1
     assert fading < 1e-20
     kept, fading = log_decay.grad.flatten().tolist()
@@ -52,14 +52,14 @@ def test_states_that_last_are_made_to_last_and_those_that_fade_stay_free():
     rotation_penalty(still := log_decay.detach().clone().requires_grad_(), None).backward()
     assert still.grad.tolist() == log_decay.grad.tolist()  # no state fades for the sake of its turns
     assert rotation_penalty(lasting(), None).item() == 0
-    assert rotation_penalty(lasting(), turns()).item() == 0  # no pair that turns
+    assert rotation_penalty(lasting(), rotations()).item() == 0  # no pair that turns
 
 
 def test_a_head_that_forgets_at_some_tokens_is_free_at_all():
     log_decay = torch.tensor([0.0, -1.0], dtype=torch.float64).reshape(1, 2, 1)
-    turn = turns(0.01, 0.02).reshape(1, 2, 1, 1).requires_grad_()
-    rotation_penalty(log_decay, turn).backward()
-    assert turn.grad.abs().max() < 1e-20
+    rotation = rotations(0.01, 0.02).reshape(1, 2, 1, 1).requires_grad_()
+    rotation_penalty(log_decay, rotation).backward()
+    assert rotation.grad.abs().max() < 1e-20
 
 
 @pytest.mark.parametrize("variant", ["mamba3", "mamba3-fixed-rotation", "mamba3-no-rotation", "mamba2"])
@@ -104,6 +104,6 @@ def test_the_weight_rises_between_two_shares_of_the_steps():
         ({"penalty_to": 1.5}, r"0 <= penalty_from <= penalty_to <= 1 must hold, got 0\.5 and 1\.5"),
     ],
 )
-def test_weights_and_shares_that_cannot_be_are_refused(wrong, message):
+def test_weights_and_shares_that_cannot_be_are_rejected(wrong, message):
     with pytest.raises(ValueError, match=message):
         config(**wrong)

@@ -213,9 +213,9 @@ def test_a_mistake_is_exit_code_2_before_anything_runs(tmp_path, capsys, flags, 
 @pytest.mark.parametrize("name", LANGUAGES)
 def test_runs_of_a_preset_end_at_their_last_step_with_a_rate_of_zero(name):
     args = argparse.Namespace(task=name, variants="mamba3,mamba2", lr=None, seed=3, set=[], quick=False)
-    found = _configs(args)
-    assert list(found) == ["mamba3", "mamba2"]
-    for settings in (config for rates in found.values() for config in rates.values()):
+    configs = _configs(args)
+    assert list(configs) == ["mamba3", "mamba2"]
+    for settings in (config for rates in configs.values() for config in rates.values()):
         assert (settings.tracking.language, settings.seed) == (name, 3)
         assert settings.tracking.solved > 1
         assert settings.schedule.final == 0
@@ -243,15 +243,15 @@ def test_turns_are_those_of_the_first_layer():
     mixer = model.backbone.layers[0].mixer
     with torch.no_grad():
         x = model.backbone.layers[0].norm(model.backbone.embedding.weight[:2]).unsqueeze(0)
-        *_, dt, a, trap, turn = mixer._split(mixer.in_proj(x))
-        dt, *_, rate = mixer._discretize([dt, a, trap, turn], None)
-        turns = dt[0].unsqueeze(-1) * rate[0].unsqueeze(1) / math.pi
-    expected = min((abs(abs(a) - 1) + abs(b), b, a) for b, a in zip(*turns.flatten(1).tolist(), strict=True))[1:]
+        *_, dt, a, trapezoid_logit, angular_rate = mixer._split(mixer.in_proj(x))
+        dt, *_, rate = mixer._discretize([dt, a, trapezoid_logit, angular_rate], None)
+        angles = dt[0].unsqueeze(-1) * rate[0].unsqueeze(1) / math.pi
+    expected = min((abs(abs(a) - 1) + abs(b), b, a) for b, a in zip(*angles.flatten(1).tolist(), strict=True))[1:]
     assert nearest_half_circle(model)[:2] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_state_that_turns_learns_parity_within_seconds_and_one_that_does_not_turn_does_not(tmp_path):
-    found = {}
+    accuracies = {}
     for variant in ("mamba3", "mamba3-no-rotation"):
         settings = TrackingConfig.from_dict(
             {
@@ -274,6 +274,6 @@ def test_a_state_that_turns_learns_parity_within_seconds_and_one_that_does_not_t
         )
         trainer = train_or_resume(TrackingTask(settings), tmp_path / variant, silent)
         assert trainer.run()
-        found[variant] = trainer.task.test(trainer.model, 8, 512)
-    assert found["mamba3"] > 0.9
-    assert found["mamba3-no-rotation"] < 0.5
+        accuracies[variant] = trainer.task.test(trainer.model, 8, 512)
+    assert accuracies["mamba3"] > 0.9
+    assert accuracies["mamba3-no-rotation"] < 0.5

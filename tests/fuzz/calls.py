@@ -349,12 +349,12 @@ def _by_steps(block, x, cache, bounds, mask):
     """Run the block token by token in float64, each sequence alone and without its padding."""
     caches, outputs = [], {}
     for row in range(cache.batch_size):
-        source, places = (0, range(bounds[row], bounds[row + 1])) if bounds else (row, range(x.shape[1]))
+        source, positions = (0, range(bounds[row], bounds[row + 1])) if bounds else (row, range(x.shape[1]))
         if mask is not None:
             real = mask[row] if mask.dtype == torch.bool else torch.arange(x.shape[1]) < mask[row]
-            places = real.nonzero().flatten().tolist()
+            positions = real.nonzero().flatten().tolist()
         row_cache = cache.rows(row)
-        for t in places:
+        for t in positions:
             y, row_cache = block.step(x[source : source + 1, t], row_cache)
             outputs[source, t] = y[0]
         caches.append(row_cache)

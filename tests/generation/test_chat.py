@@ -155,7 +155,7 @@ class TestWhereItIsFound:
         assert template.render([{"role": "user", "content": parts}]) == "User: a b\n\nAssistant:"
         assert "\nUser:" in template.stop
 
-    def test_a_damaged_file_is_refused_with_its_name(self, tmp_path):
+    def test_a_damaged_file_is_rejected_with_its_name(self, tmp_path):
         with pytest.raises(ValueError, match="nowhere: no such directory"):
             ChatTemplate.from_directory(tmp_path / "nowhere")
         for value in (3, [3], [{"name": "default"}], {"default": "x"}):
@@ -181,7 +181,7 @@ class TestDoor:
             ([{"role": "user", "content": object()}], TypeError, "plain data"),
         ],
     )
-    def test_an_invalid_conversation_is_refused(self, unchecked, messages, error, words):
+    def test_an_invalid_conversation_is_rejected(self, unchecked, messages, error, words):
         with pytest.raises(error, match=words):
             chat("x").render(messages)
 
@@ -234,7 +234,7 @@ class TestLimits:
             small.render(source, {})
         assert small.render("{{ 1 + 1 }}", {}) == "2"
 
-    def test_a_text_without_an_end_is_refused(self, small):
+    def test_a_text_without_an_end_is_rejected(self, small):
         with pytest.raises(ValueError, match=r"it writes more than 10,000 characters"):
             small.render("{% for a in range(99999) %}x{% endfor %}", {})
 

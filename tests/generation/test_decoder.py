@@ -315,7 +315,7 @@ def test_a_token_is_embedded_once_and_has_no_gradient(grad):
     assert not logits.requires_grad
 
 
-def test_bad_input_is_refused_as_the_model_does(unchecked):
+def test_bad_input_is_rejected_as_the_model_does(unchecked):
     decode = decoder(small_lm())
     for step in (decode.step, decode.model.step):
         with pytest.raises(ValueError, match=r"input_ids must be a tensor \(b,\), one token per row, got \(2, 3\)"):
@@ -335,11 +335,11 @@ def test_a_busy_machine_changes_no_bit():
 
     def tokens(threads):
         torch.set_num_threads(threads)
-        decode, cache, found = decoder(model), None, []
+        decode, cache, outputs = decoder(model), None, []
         for token in range(80):
             logits, cache = decode.step(torch.tensor([token]), cache)
-            found.append(logits)
-        return torch.cat(found)
+            outputs.append(logits)
+        return torch.cat(outputs)
 
     before = torch.get_num_threads()
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]

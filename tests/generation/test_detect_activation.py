@@ -25,8 +25,8 @@ def silent(activation):
 
 
 def activation_of(model):
-    (found,) = {layer.mixer.config.a_activation for layer in model.backbone.layers}
-    return found
+    (activation,) = {layer.mixer.config.a_activation for layer in model.backbone.layers}
+    return activation
 
 
 @pytest.mark.parametrize("trained", CHOICES)
@@ -36,9 +36,9 @@ def test_a_text_finds_the_activation_that_a_model_was_trained_with(trained):
     assert evidence.activation == trained
     assert min(evidence.bits, key=evidence.bits.get) == trained
     assert activation_of(model) == model.config.ssm_cfg["a_activation"] == trained
-    said = MambaLM.from_pretrained(silent(trained), dtype=torch.float32, ssm_cfg={"a_activation": trained})
-    assert torch.equal(model(IDS).logits, said(IDS).logits)
-    assert detect_activation(said, ByteTokenizer()) is None
+    declared = MambaLM.from_pretrained(silent(trained), dtype=torch.float32, ssm_cfg={"a_activation": trained})
+    assert torch.equal(model(IDS).logits, declared(IDS).logits)
+    assert detect_activation(declared, ByteTokenizer()) is None
 
 
 @pytest.mark.usefixtures("unchecked")  # of the tokenizer
@@ -115,9 +115,9 @@ def test_without_a_tokenizer_the_command_warns(tmp_path, capsys):
 @pytest.mark.usefixtures("unchecked")
 def test_a_wrong_block_option_is_one_line(option, error, capsys):
     assert main(["info", str(silent("softplus")), "--block", option]) == 2
-    found = capsys.readouterr().err
-    assert error in found
-    assert found.count("\n") == 1
+    err = capsys.readouterr().err
+    assert error in err
+    assert err.count("\n") == 1
 
 
 def test_options_that_nobody_knows_are_kept_and_those_without_effect_are_taken(tmp_path):
@@ -141,7 +141,7 @@ def test_options_that_nobody_knows_are_kept_and_those_without_effect_are_taken(t
 
 
 @pytest.mark.parametrize(("name", "layers"), [("mamba2attn-2.7b", [9, 18, 27]), ("transformerpp-2.7b", [0, 1, 2])])
-def test_official_attention_models_are_refused_in_one_line(name, layers, tmp_path, capsys):
+def test_official_attention_models_are_rejected_in_one_line(name, layers, tmp_path, capsys):
     config = {"d_model": 64, "n_layer": 64, "ssm_cfg": {"layer": "Mamba2"}, "attn_layer_idx": layers}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["info", str(tmp_path)]) == 2

@@ -25,8 +25,8 @@ def prompts(*lengths):
     ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
     mask = torch.zeros(ids.shape, dtype=torch.bool)
     for i, row in enumerate(rows):
-        places = torch.randperm(max(lengths))[: len(row)].sort().values
-        ids[i, places], mask[i, places] = row, True
+        positions = torch.randperm(max(lengths))[: len(row)].sort().values
+        ids[i, positions], mask[i, positions] = row, True
     return ids, mask, rows
 
 
@@ -150,25 +150,25 @@ def test_a_state_can_be_taken_between_steps_and_kept():
     """Roll back by keeping a state; nothing that follows changes it."""
     model, ids = small_lm(), torch.randint(61, (1, 6))
     tokens = stream(model, ids, 20, **SAMPLED)
-    given = [next(tokens)[0] for _ in range(5)]
+    first_tokens = [next(tokens)[0] for _ in range(5)]
     kept = tokens.state
     copy = kept.clone()
     rest = [step[0] for step in tokens]
     assert [row[0] for row in stream(model, None, 15, cache=kept, **SAMPLED)] == rest
-    assert given + rest == model.generate(ids, 20, **SAMPLED).rows()[0]
+    assert first_tokens + rest == model.generate(ids, 20, **SAMPLED).rows()[0]
     assert torch.equal(kept.logits, copy.logits)
     assert torch.equal(kept.seen, copy.seen)
     assert all(torch.equal(x, copy.cache.tensors()[name]) for name, x in kept.cache.tensors().items())
 
 
 @families
-def test_a_stream_that_was_interrupted_within_a_step_refuses_to_continue(family, monkeypatch):
+def test_a_stream_that_was_interrupted_within_a_step_raises_when_continued(family, monkeypatch):
     """The step has begun to overwrite the cache, so that its numbers belong to no token."""
     model, ids = small_lm(family), torch.randint(61, (1, 6))
     tokens = stream(model, ids, 20, **SAMPLED)
-    given = [next(tokens)[0] for _ in range(4)]
+    streamed = [next(tokens)[0] for _ in range(4)]
     kept = tokens.state
-    given += [next(tokens)[0] for _ in range(3)]
+    streamed += [next(tokens)[0] for _ in range(3)]
 
     take_step = tokens._decoder.step
 
@@ -183,7 +183,7 @@ def test_a_stream_that_was_interrupted_within_a_step_refuses_to_continue(family,
         _ = tokens.state
     with pytest.raises(RuntimeError, match="ended within a step: its state is lost"):
         next(tokens)
-    assert [row[0] for row in stream(model, None, 3, cache=kept, **SAMPLED)] == given[4:]
+    assert [row[0] for row in stream(model, None, 3, cache=kept, **SAMPLED)] == streamed[4:]
 
 
 def test_one_prefix_branches_into_many_continuations():
@@ -209,7 +209,7 @@ def test_rows_of_a_state_keep_the_batch_dimension_however_they_are_named(index, 
 
 
 @pytest.mark.parametrize(("index", "error", "message"), bad_rows_cases(), ids=repr)
-def test_what_names_no_rows_of_a_state_is_refused(index, error, message, unchecked):
+def test_what_names_no_rows_of_a_state_is_rejected(index, error, message, unchecked):
     with pytest.raises(error, match=message):
         prefill(small_lm(), torch.randint(61, (3, 5))).rows(index)
 
@@ -348,7 +348,7 @@ def test_generation_needs_no_gradient_and_leaves_gradients_on():
         ),
     ],
 )
-def test_bad_input_is_refused_by_name(call, message, unchecked):
+def test_bad_input_is_rejected_by_name(call, message, unchecked):
     with pytest.raises(ValueError, match=message):
         call(small_lm())
 
@@ -374,7 +374,7 @@ def test_bad_input_is_refused_by_name(call, message, unchecked):
     ],
     ids=repr,
 )
-def test_arguments_of_another_type_are_refused_by_name(options, message, unchecked):
+def test_arguments_of_another_type_are_rejected_by_name(options, message, unchecked):
     with pytest.raises(TypeError, match=message):
         small_lm().generate(**{"input_ids": torch.tensor([[1]]), "max_new_tokens": 3, **options})
 

@@ -23,29 +23,31 @@ def alone(text, prompt, n=12, **options):
 def test_a_directory_becomes_text_in_text_out(tmp_path):
     small_lm(vocab_size=256, pad_vocab_size_multiple=1).save_pretrained(tmp_path)
     text = anymamba.pipeline(tmp_path)
-    found = text("Hello", 12)
-    assert found.tokens == alone(text, "Hello")
-    assert (found.text, found.reason) == (ByteTokenizer().decode(found.tokens), "length")
-    assert (found.choices, found.alternatives) == (None, None)
+    completion = text("Hello", 12)
+    assert completion.tokens == alone(text, "Hello")
+    assert (completion.text, completion.reason) == (ByteTokenizer().decode(completion.tokens), "length")
+    assert (completion.choices, completion.alternatives) == (None, None)
     assert anymamba.pipeline(tmp_path, dtype=torch.float64).model.dtype == torch.float64
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3, "top_k": 50}], ids=["greedy", "drawn"])
 def test_prompts_of_any_lengths_give_what_each_gives_alone(text, batch_size, options):
-    found = text(PROMPTS, 12, batch_size=batch_size, **options)
-    for prompt, completion in list(zip(PROMPTS, found, strict=True))[:3]:
+    completions = text(PROMPTS, 12, batch_size=batch_size, **options)
+    for prompt, completion in list(zip(PROMPTS, completions, strict=True))[:3]:
         assert completion.tokens == alone(text, prompt, **options)
-    assert (found[0].tokens == found[3].tokens) == (not options)  # equal prompts draw differently, in any batches
+    assert (completions[0].tokens == completions[3].tokens) == (
+        not options
+    )  # equal prompts draw differently, in any batches
 
 
 def test_samples_of_a_prompt_differ_and_are_repeatable(text):
-    found = text(["Hello", "a"], 8, n=3, seed=5)
-    assert [len(samples) for samples in found] == [3, 3]
-    assert len({completion.text for completion in found[0]}) == 3
-    assert found == text(["Hello", "a"], 8, n=3, seed=5, batch_size=1)
-    assert found[1] == text("a", 8, n=3, seed=5)
-    assert found[0][0].tokens == alone(text, "Hello", 8, seed=5)
+    completions = text(["Hello", "a"], 8, n=3, seed=5)
+    assert [len(samples) for samples in completions] == [3, 3]
+    assert len({completion.text for completion in completions[0]}) == 3
+    assert completions == text(["Hello", "a"], 8, n=3, seed=5, batch_size=1)
+    assert completions[1] == text("a", 8, n=3, seed=5)
+    assert completions[0][0].tokens == alone(text, "Hello", 8, seed=5)
     assert len({completion.text for completion in text("Hello", 8, n=3)}) > 1  # several ask for draws
     assert len({completion.text for completion in text("Hello", 8, n=3, temperature=0)}) == 1
     assert [len(text("Hello", 8, n=1)), text(["Hello"], 8, n=1)] == [1, [text("Hello", 8, n=1)]]
@@ -54,10 +56,10 @@ def test_samples_of_a_prompt_differ_and_are_repeatable(text):
 def test_a_stop_text_ends_a_row_and_is_left_out(text):
     whole = text("Hello", 40, seed=1).text
     stop = whole[9:12]
-    found = text("Hello", 40, seed=1, stop=["nowhere", stop])
-    assert (found.text, found.reason) == (whole[: whole.index(stop)], "stop")
-    assert text(["Hello", "a"], 40, seed=1, stop=stop)[0] == found
-    assert "".join(text.stream("Hello", 40, seed=1, stop=stop)) == found.text
+    completion = text("Hello", 40, seed=1, stop=["nowhere", stop])
+    assert (completion.text, completion.reason) == (whole[: whole.index(stop)], "stop")
+    assert text(["Hello", "a"], 40, seed=1, stop=stop)[0] == completion
+    assert "".join(text.stream("Hello", 40, seed=1, stop=stop)) == completion.text
     assert "".join(text.stream("Hello", 40, seed=1)) == whole
 
 
@@ -66,19 +68,21 @@ def test_the_end_token_ends_a_row_and_is_left_out(byte_level):
     model = small_lm(vocab_size=tokenizer.vocab_size, pad_vocab_size_multiple=1)
     text = Pipeline(model, tokenizer)
     seed = next(seed for seed in range(100) if tokenizer.end[0] in text("héllo", 40, seed=seed, ignore_end=True).tokens)
-    whole, found = text("héllo", 40, seed=seed, ignore_end=True), text("héllo", 40, seed=seed)
+    whole, ended = text("héllo", 40, seed=seed, ignore_end=True), text("héllo", 40, seed=seed)
     end = whole.tokens.index(tokenizer.end[0])
-    assert (found.tokens, found.reason) == (whole.tokens[: end + 1], "end")
-    assert found.text == tokenizer.decode(whole.tokens[:end]) == "".join(text.stream("héllo", 40, seed=seed))
+    assert (ended.tokens, ended.reason) == (whole.tokens[: end + 1], "end")
+    assert ended.text == tokenizer.decode(whole.tokens[:end]) == "".join(text.stream("héllo", 40, seed=seed))
 
 
 def test_log_probabilities_are_those_of_one_forward(text):
     prompt, options = "Hello", {"seed": 3, "temperature": 0.7}
-    found, plain = text([prompt, "a"], 10, logprobs=4, **options)[0], text(prompt, 10, **options)
-    assert (found.tokens, found.text) == (plain.tokens, plain.text)
-    ids = torch.tensor([[*prompt.encode(), *found.tokens]])
+    completion, plain = text([prompt, "a"], 10, logprobs=4, **options)[0], text(prompt, 10, **options)
+    assert (completion.tokens, completion.text) == (plain.tokens, plain.text)
+    ids = torch.tensor([[*prompt.encode(), *completion.tokens]])
     logprobs = text.model(ids).logits[0].double().log_softmax(-1)[len(prompt) - 1 : -1]
-    for row, token, choice, alternatives in zip(logprobs, found.tokens, found.choices, found.alternatives, strict=True):
+    for row, token, choice, alternatives in zip(
+        logprobs, completion.tokens, completion.choices, completion.alternatives, strict=True
+    ):
         assert choice.token == token
         assert choice.logprob == pytest.approx(row[token].item(), abs=1e-4)
         assert choice.text == ByteTokenizer().decode([token])
@@ -90,8 +94,8 @@ def test_log_probabilities_are_those_of_one_forward(text):
 
 def test_batches_come_as_they_are_done(text):
     batches = text.batches(PROMPTS, 2, batch_size=2)
-    assert [place for place, _ in next(batches)] == [0, 3, 1]  # two prompts, of which one is there twice
-    assert [place for batch in batches for place, _ in batch] == [2, 4]
+    assert [number for number, _ in next(batches)] == [0, 3, 1]  # two prompts, of which one is there twice
+    assert [number for batch in batches for number, _ in batch] == [2, 4]
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,9 @@ def test_top_p_of_a_nearly_flat_vocabulary_draws_from_the_most_likely_ones():
     p, order = logits[0].double().softmax(-1).sort(descending=True)
     kept = int((p.cumsum(0) < 0.7).sum()) + 1
     cumulative = p[:kept].cumsum(0) / p[:kept].sum()
-    for place in (0, 1, 300, kept // 2, kept - 1):
-        middle = float(cumulative[place] - p[place] / p[:kept].sum() / 2)
-        assert sample_tokens(logits, Sampling(temperature=1.0, top_p=0.7), [middle]).item() == order[place]
+    for rank in (0, 1, 300, kept // 2, kept - 1):
+        middle = float(cumulative[rank] - p[rank] / p[:kept].sum() / 2)
+        assert sample_tokens(logits, Sampling(temperature=1.0, top_p=0.7), [middle]).item() == order[rank]
 
 
 def test_min_p_keeps_those_near_the_most_likely():
@@ -129,7 +129,7 @@ def test_half_precision_logits_are_drawn_in_float32():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_are_refused(bad, temperature):
+def test_logits_that_are_not_finite_are_rejected(bad, temperature):
     logits = torch.tensor([[0.0, bad]])
     with pytest.raises(ValueError, match="logits are not finite"):
         sample_tokens(logits, Sampling(temperature=temperature), [0.5])
@@ -153,7 +153,7 @@ def test_logits_that_are_not_finite_are_refused(bad, temperature):
         ({"logit_bias": {3: math.inf}}, "logit_bias must be between -1e[+]30 and 1e[+]30, got inf for token 3"),
     ],
 )
-def test_values_outside_their_ranges_are_refused(options, message):
+def test_values_outside_their_ranges_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**options)
 

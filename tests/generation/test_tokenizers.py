@@ -170,7 +170,7 @@ def test_a_tokenizer_alone_needs_no_model(byte_level):
         load_tokenizer()
 
 
-def test_a_tokenizer_that_does_not_fit_is_refused(byte_level, tmp_path):
+def test_a_tokenizer_that_does_not_fit_is_rejected(byte_level, tmp_path):
     with pytest.raises(ValueError, match=r"does not belong to the model: it has .* tokens, the model 100"):
         load_tokenizer(byte_level, tmp_path, 100)
     with pytest.raises(ValueError, match=r"no tokenizer.json next to the weights; pass one with --tokenizer"):
@@ -192,7 +192,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(byte_level, tmp_path):
         ("generation_config.json", {"eos_token_id": float("nan")}),
     ],
 )
-def test_an_end_token_that_is_none_is_refused_with_its_file(byte_level, tmp_path, name, value):
+def test_an_end_token_that_is_none_is_rejected_with_its_file(byte_level, tmp_path, name, value):
     shutil.copytree(byte_level, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_text(json.dumps(value))
     with pytest.raises(ValueError, match=rf"{name}: eos_token(_id)? must be a token or its id, or several, got"):

@@ -117,8 +117,8 @@ def plain(name, dtype=torch.float32, **fields):
 
 def pair(name, dtype=torch.float32, **fields):
     """The same model twice: transformers' own, and accelerated."""
-    own = plain(name, dtype, **fields)
-    return own, accelerate(copy.deepcopy(own))
+    original = plain(name, dtype, **fields)
+    return original, accelerate(copy.deepcopy(original))
 
 
 def ids(b, t, seed=0):
@@ -156,9 +156,9 @@ def run(model, input_ids, cache=None, start=0, **options):
 
 def run_split(model, input_ids, lengths):
     """Logits of a sequence that is run piece by piece."""
-    pieces, cache, start = [], None, 0
+    parts, cache, start = [], None, 0
     for length in lengths:
         logits, cache = run(model, input_ids[:, start : start + length], cache, start)
-        pieces.append(logits)
+        parts.append(logits)
         start += length
-    return torch.cat(pieces, 1)
+    return torch.cat(parts, 1)

@@ -15,10 +15,10 @@ TOLERANCE = 1e-5
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "jamba", "mamba2", "bamba", "granite", "falcon_h1"])
 def test_caches_are_exchanged_with_plain_models(name):
-    own, fast = pair(name)
+    original, fast = pair(name)
     x = ids(2, 12)
-    expected = own(x).logits
-    for first, second in ((own, fast), (fast, own)):
+    expected = original(x).logits
+    for first, second in ((original, fast), (fast, original)):
         _, cache = run(first, x[:, :10])
         for at in (10, 11):
             logits, cache = run(second, x[:, at : at + 1], cache, at)
@@ -73,10 +73,10 @@ def test_a_copied_cache_branches():
 
 @torch.no_grad()
 def test_a_cache_that_records_the_past_is_left_to_transformers():
-    own, fast = pair("mamba2")
+    original, fast = pair("mamba2")
     x = ids(1, 12)
     caches = []
-    for model in (own, fast):
+    for model in (original, fast):
         _, cache = run(model, x[:, :8])
         for layer in cache.layers:
             layer.activate_past_recording()

@@ -10,10 +10,10 @@ ARCHITECTURES = list(CONFIGS)
 TOLERANCE = 1e-5  # or transformers' own distance from float64, where that is larger
 
 
-def assert_as_near(actual, own, reference, name=""):
+def assert_as_near(actual, original, reference, name=""):
     """Ours is as near to float64 as the tolerance says, or as transformers is."""
     assert actual.shape == reference.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(reference.shape)}"
-    error, theirs = relative_error(actual, reference), relative_error(own, reference)
+    error, theirs = relative_error(actual, reference), relative_error(original, reference)
     assert error <= max(TOLERANCE, 2 * theirs), f"{name}: {error:.2e}, transformers {theirs:.2e}"
 
 
@@ -25,17 +25,17 @@ def reference_of(name, **fields):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_float64_is_transformers_up_to_its_own_float32_parts(name):
-    own, fast = pair(name, torch.float64)
+    original, fast = pair(name, torch.float64)
     x = ids(2, 23)
-    assert relative_error(fast(x).logits, own(x).logits) < 5e-6
+    assert relative_error(fast(x).logits, original(x).logits) < 5e-6
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("t", [1, 23])
 def test_logits(name, t, each_implementation):
-    (own, fast), x = pair(name), ids(2, t)
-    assert_as_near(fast(x).logits, own(x).logits, reference_of(name)(x).logits)
+    (original, fast), x = pair(name), ids(2, t)
+    assert_as_near(fast(x).logits, original(x).logits, reference_of(name)(x).logits)
 
 
 def gradients(model, x):
@@ -49,11 +49,11 @@ def gradients(model, x):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_gradients(name):
-    (own, fast), x = pair(name), ids(2, 13)
-    expected, theirs, ours = gradients(pair(name, torch.float64)[0], x), gradients(own, x), gradients(fast, x)
+    (original, fast), x = pair(name), ids(2, 13)
+    expected, theirs, ours = gradients(pair(name, torch.float64)[0], x), gradients(original, x), gradients(fast, x)
     assert ours.keys() == theirs.keys() == expected.keys()
     for parameter, reference in expected.items():
-        error, other = (relative_error(found[parameter], reference) for found in (ours, theirs))
+        error, other = (relative_error(grads[parameter], reference) for grads in (ours, theirs))
         assert error <= max(5e-5, 4 * other), f"{parameter}: {error:.2e}, transformers {other:.2e}"
 
 
@@ -61,8 +61,8 @@ def test_gradients(name):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("lengths", [(9, 6, 1, 1, 5), (1, 1, 20)], ids=str)
 def test_any_split_continues_from_any_cache(name, lengths, each_implementation):
-    (own, fast), x = pair(name), ids(2, 22)
-    assert_as_near(run_split(fast, x, lengths), own(x).logits, reference_of(name)(x).logits)
+    (original, fast), x = pair(name), ids(2, 22)
+    assert_as_near(run_split(fast, x, lengths), original(x).logits, reference_of(name)(x).logits)
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_h1", "jamba"])
@@ -84,34 +84,34 @@ def test_a_token_has_gradients_where_they_are_wanted(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_half_precision_is_within_its_rounding_as_transformers_is(name, dtype):
-    own, fast = pair(name, dtype)
+    original, fast = pair(name, dtype)
     x = ids(2, 15)
     expected = plain(name).to(dtype).to(torch.float32)(x).logits
-    theirs = relative_error(own(x).logits, expected)
-    for found in (fast(x).logits, run_split(fast, x, (9, 4, 1, 1))):
-        assert relative_error(found, expected) <= max(2 * theirs, 4 * FLOOR[dtype])
+    theirs = relative_error(original(x).logits, expected)
+    for logits in (fast(x).logits, run_split(fast, x, (9, 4, 1, 1))):
+        assert relative_error(logits, expected) <= max(2 * theirs, 4 * FLOOR[dtype])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["mamba2", "mamba", "bamba", "jamba"])
 def test_autocast(name):
-    own, fast = pair(name)
+    original, fast = pair(name)
     x = ids(2, 15)
-    expected = own(x).logits
+    expected = original(x).logits
     with torch.autocast("cpu", torch.bfloat16):
-        theirs = relative_error(own(x).logits, expected)
-        for found in (fast(x).logits, run_split(fast, x, (9, 4, 1, 1))):
-            assert relative_error(found, expected) <= max(2 * theirs, 4 * FLOOR[torch.bfloat16])
+        theirs = relative_error(original(x).logits, expected)
+        for logits in (fast(x).logits, run_split(fast, x, (9, 4, 1, 1))):
+            assert relative_error(logits, expected) <= max(2 * theirs, 4 * FLOOR[torch.bfloat16])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("before_gate", [False, True])
 def test_falcon_h1_with_a_norm_in_either_order(before_gate):
     fields = {"mamba_rms_norm": True, "mamba_norm_before_gate": before_gate}
-    (own, fast), x = pair("falcon_h1", **fields), ids(2, 23)
+    (original, fast), x = pair("falcon_h1", **fields), ids(2, 23)
     reference = reference_of("falcon_h1", **fields)(x).logits
-    assert_as_near(fast(x).logits, own(x).logits, reference)
-    assert_as_near(run_split(fast, x, (9, 12, 1, 1)), own(x).logits, reference)
+    assert_as_near(fast(x).logits, original(x).logits, reference)
+    assert_as_near(run_split(fast, x, (9, 12, 1, 1)), original(x).logits, reference)
 
 
 @torch.no_grad()
@@ -119,8 +119,8 @@ def test_falcon_h1_with_a_norm_in_either_order(before_gate):
 def test_awkward_options_of_mamba2(name):
     bias = {"mamba2": {"use_bias": False, "use_conv_bias": False}, "nemotron": {"use_conv_bias": False}}
     fields = bias.get(name, {} if name == "zamba2" else {"mamba_conv_bias": False, "mamba_proj_bias": False})
-    (own, fast), x = pair(name, **fields), ids(3, 21)
-    assert_as_near(run_split(fast, x, (19, 1, 1)), own(x).logits, reference_of(name, **fields)(x).logits)
+    (original, fast), x = pair(name, **fields), ids(3, 21)
+    assert_as_near(run_split(fast, x, (19, 1, 1)), original(x).logits, reference_of(name, **fields)(x).logits)
 
 
 @torch.no_grad()
@@ -128,8 +128,8 @@ def test_awkward_options_of_mamba2(name):
 def test_awkward_options_of_mamba1(name):
     bare = {"use_bias": False, "use_conv_bias": False, "conv_kernel": 3, "time_step_rank": 5}
     fields = {"mamba_proj_bias": False, "mamba_conv_bias": False, "mamba_d_conv": 3} if name == "jamba" else bare
-    (own, fast), x = pair(name, **fields), ids(3, 21)
-    assert_as_near(run_split(fast, x, (19, 1, 1)), own(x).logits, reference_of(name, **fields)(x).logits)
+    (original, fast), x = pair(name, **fields), ids(3, 21)
+    assert_as_near(run_split(fast, x, (19, 1, 1)), original(x).logits, reference_of(name, **fields)(x).logits)
 
 
 @torch.no_grad()
@@ -137,12 +137,12 @@ def test_codestral_has_many_groups_and_the_official_norm_is_an_option():
     """Norms over groups and over all channels differ; which one transformers computes depends on its version."""
     from anymamba.integrations.transformers import accelerate
 
-    own, fast = pair("mamba2", n_groups=4)
+    original, fast = pair("mamba2", n_groups=4)
     x = ids(2, 9)
-    assert relative_error(fast(x).logits, own(x).logits) < TOLERANCE
+    assert relative_error(fast(x).logits, original(x).logits) < TOLERANCE
     official = accelerate(fast, norm="official")
     logits = official(x).logits
-    for mixer in (layer.mixer for layer in own.backbone.layers):
+    for mixer in (layer.mixer for layer in original.backbone.layers):
         weight, eps = mixer.norm.weight, mixer.norm.variance_epsilon
 
         def grouped(y, z, weight=weight, eps=eps):
@@ -150,5 +150,5 @@ def test_codestral_has_many_groups_and_the_official_norm_is_an_option():
             return (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)).flatten(-2) * weight
 
         mixer.norm.forward = grouped
-    assert relative_error(logits, own(x).logits) < TOLERANCE
-    assert relative_error(run_split(official, x, (5, 3, 1)), own(x).logits) < TOLERANCE
+    assert relative_error(logits, original(x).logits) < TOLERANCE
+    assert relative_error(run_split(official, x, (5, 3, 1)), original(x).logits) < TOLERANCE

@@ -26,27 +26,27 @@ def greedy_by_whole_sequences(model, x, mask=None):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_greedy(name):
-    own, fast = pair(name)
+    original, fast = pair(name)
     x = ids(2, 9)
     tokens = generate(fast, x)
     with torch.no_grad():
-        assert torch.equal(tokens, greedy_by_whole_sequences(own, x))
+        assert torch.equal(tokens, greedy_by_whole_sequences(original, x))
     assert all(layer.token == "one call" and not layer.last_fallback for layer in report(fast).layers)
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in LIMITED])
 def test_beams(name):
-    own, fast = pair(name)
+    original, fast = pair(name)
     x = ids(2, 9)
-    assert torch.equal(generate(fast, x, num_beams=3), generate(own, x, num_beams=3))
+    assert torch.equal(generate(fast, x, num_beams=3), generate(original, x, num_beams=3))
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba", "falcon_h1"])
 def test_sampled(name):
-    own, fast = pair(name)
+    original, fast = pair(name)
     x, options = ids(2, 9), {"do_sample": True, "temperature": 0.8, "top_k": 9}
     torch.manual_seed(3)
-    expected = generate(own, x, **options)
+    expected = generate(original, x, **options)
     torch.manual_seed(3)
     assert torch.equal(generate(fast, x, **options), expected)
 

@@ -37,19 +37,19 @@ def runs_of(monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_tokens_of_every_architecture(name, all_sizes, monkeypatch):
-    (own, fast), x = pair(name), ids(2, 7)
-    found = report(fast).projections
-    assert found == sum(type(module) is Linear for module in fast.modules())
+    (original, fast), x = pair(name), ids(2, 7)
+    count = report(fast).projections
+    assert count == sum(type(module) is Linear for module in fast.modules())
     assert "other projections for few rows" in str(report(fast))
     assert all(type(part) is not Linear for part in fast.modules() if hasattr(part, "A_log") for part in part.modules())
     runs = runs_of(monkeypatch)
     tokens = run_split(fast, x, (5, 1, 1))
-    assert len(runs) >= found
+    assert len(runs) >= count
     assert all(runs)
     assert_near(tokens, fast(x).logits, TOLERANCE)
     restored = restore(fast)
     assert not any(type(module) is Linear for module in restored.modules())
-    assert torch.equal(restored(x).logits, own(x).logits)
+    assert torch.equal(restored(x).logits, original(x).logits)
 
 
 @torch.no_grad()
@@ -59,7 +59,7 @@ def test_small_projections_are_torch_s_own():
     assert type(layer) is nn.Linear  # 61 x 512
 
 
-def made(rows, columns, dtype=torch.float32, bias=True):
+def linear(rows, columns, dtype=torch.float32, bias=True):
     torch.manual_seed(0)
     layer = nn.Linear(columns, rows, bias=bias).to(dtype)
     layer.__class__ = Linear
@@ -70,24 +70,24 @@ def made(rows, columns, dtype=torch.float32, bias=True):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 37), (2, 1, 37), (37,), (3, 2, 37), (70, 37), (0, 37)])
 def test_values_of_any_shape(shape, dtype):
-    layer, x = made(29, 37, dtype), torch.randn(shape).to(dtype)
+    layer, x = linear(29, 37, dtype), torch.randn(shape).to(dtype)
     exact = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
-    found = layer(x)
-    assert found.dtype == dtype
-    assert found.shape == exact.shape
+    y = layer(x)
+    assert y.dtype == dtype
+    assert y.shape == exact.shape
     if x.numel():
-        assert relative_error(found, exact) < 4 * torch.finfo(dtype).eps
+        assert relative_error(y, exact) < 4 * torch.finfo(dtype).eps
 
 
 @torch.no_grad()
 def test_rows_that_do_not_lie_together():
-    layer = made(29, 37)
+    layer = linear(29, 37)
     x = torch.randn(37, 6).T[::2]
     assert_near(layer(x), nn.functional.linear(x, layer.weight, layer.bias), 1e-6)
 
 
 def test_gradients_are_torch_s_own():
-    layer, x = made(29, 37), torch.randn(2, 37, requires_grad=True)
+    layer, x = linear(29, 37), torch.randn(2, 37, requires_grad=True)
     layer(x).sum().backward()
     assert_near(x.grad, layer.weight.sum(0).expand(2, -1), 1e-6)
     assert layer.weight.grad is not None
@@ -95,7 +95,7 @@ def test_gradients_are_torch_s_own():
 
 @torch.no_grad()
 def test_what_is_exchanged_counts_for_the_next_row():
-    layer, x = made(29, 37), torch.randn(2, 37)
+    layer, x = linear(29, 37), torch.randn(2, 37)
     layer(x)
     for change in (
         lambda: layer.weight.mul_(2),
@@ -113,7 +113,7 @@ def test_what_is_exchanged_counts_for_the_next_row():
 
 @torch.no_grad()
 def test_hooks_autocast_copies_pickles_and_functional_calls():
-    layer, x, seen = made(29, 37), torch.randn(2, 37), []
+    layer, x, seen = linear(29, 37), torch.randn(2, 37), []
     expected = layer(x)
     handle = layer.register_forward_hook(lambda *_: seen.append(1))
     layer(x)
@@ -133,9 +133,9 @@ def test_hooks_autocast_copies_pickles_and_functional_calls():
 @torch.no_grad()
 def test_adapters_on_attention_and_mlps(all_sizes):
     peft = pytest.importorskip("peft")
-    (own, fast), x = pair("bamba"), ids(2, 9)
+    (original, fast), x = pair("bamba"), ids(2, 9)
     models = []
-    for model in (own, fast):
+    for model in (original, fast):
         torch.manual_seed(2)
         config = peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj", "lm_head"], init_lora_weights=False)
         models.append(peft.get_peft_model(model, config).eval())

@@ -21,13 +21,13 @@ ARCHITECTURES = list(CONFIGS)
 @torch.no_grad()
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_restore_gives_back_every_bit(name):
-    own, fast = pair(name)
+    original, fast = pair(name)
     x = ids(2, 9)
     fast(x)
     assert restore(fast) is fast
-    assert torch.equal(fast(x).logits, own(x).logits)
-    assert torch.equal(run_split(fast, x, (5, 1, 3)), run_split(own, x, (5, 1, 3)))
-    for module, reference in zip(fast.modules(), own.modules(), strict=True):
+    assert torch.equal(fast(x).logits, original(x).logits)
+    assert torch.equal(run_split(fast, x, (5, 1, 3)), run_split(original, x, (5, 1, 3)))
+    for module, reference in zip(fast.modules(), original.modules(), strict=True):
         assert type(module) is type(reference)
         assert vars(module).keys() == vars(reference).keys()
     assert not any(layer.accelerated for layer in report(fast).layers)
@@ -42,41 +42,41 @@ def test_copies_and_pickles_are_accelerated_too(name):
     buffer = io.BytesIO()
     torch.save(fast, buffer)
     buffer.seek(0)
-    for made in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), torch.load(buffer, weights_only=False)):
-        assert all(layer.accelerated for layer in report(made).layers)
-        assert torch.equal(run_split(made, x, (5, 1, 1)), expected)
-        assert not any(layer.accelerated for layer in report(restore(made)).layers)
+    for copied in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), torch.load(buffer, weights_only=False)):
+        assert all(layer.accelerated for layer in report(copied).layers)
+        assert torch.equal(run_split(copied, x, (5, 1, 1)), expected)
+        assert not any(layer.accelerated for layer in report(restore(copied)).layers)
     assert all(layer.accelerated for layer in report(fast).layers)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["mamba2", "jamba", "falcon_h1"])
 def test_what_is_saved_is_transformers_own(name, tmp_path):
-    own, fast = pair(name)
-    own.save_pretrained(tmp_path / "own")
+    original, fast = pair(name)
+    original.save_pretrained(tmp_path / "own")
     fast.save_pretrained(tmp_path / "fast")
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "own" / file).read_bytes() == (tmp_path / "fast" / file).read_bytes()
     x = ids(1, 7)
-    assert_near(type(own).from_pretrained(tmp_path / "fast")(x).logits, own(x).logits, 1e-5)
+    assert_near(type(original).from_pretrained(tmp_path / "fast")(x).logits, original(x).logits, 1e-5)
 
 
 @torch.no_grad()
 def test_enable_accelerates_what_is_loaded_and_built(tmp_path):
-    own = plain("mamba2")
-    own.save_pretrained(tmp_path)
+    original = plain("mamba2")
+    original.save_pretrained(tmp_path)
     enable()
     enable()
     auto = transformers.AutoModelForCausalLM
-    loaded, built = auto.from_pretrained(tmp_path), auto.from_config(own.config)
-    direct, info = type(own).from_pretrained(tmp_path, output_loading_info=True)
+    loaded, built = auto.from_pretrained(tmp_path), auto.from_config(original.config)
+    direct, info = type(original).from_pretrained(tmp_path, output_loading_info=True)
     assert all(layer.accelerated for model in (loaded, built, direct) for layer in report(model).layers)
     assert not info["missing_keys"]
     assert not report(auto.from_config(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9))).layers
     disable()
     assert not any(layer.accelerated for layer in report(auto.from_pretrained(tmp_path)).layers)
     x = ids(1, 7)
-    assert_near(loaded(x).logits, own(x).logits, 1e-5)
+    assert_near(loaded(x).logits, original(x).logits, 1e-5)
 
 
 @torch.no_grad()
@@ -156,10 +156,10 @@ def test_zamba_1_is_left_to_transformers_and_says_why():
 
 
 def test_another_activation_is_left_to_transformers():
-    own, fast = pair("mamba2", hidden_act="gelu")
+    original, fast = pair("mamba2", hidden_act="gelu")
     x = ids(1, 7)
     with torch.no_grad():
-        assert torch.equal(fast(x).logits, own(x).logits)
+        assert torch.equal(fast(x).logits, original(x).logits)
     assert report(fast).layers[0].last_fallback == "its activation is gelu, not silu"
     assert "last fell back because its activation is gelu" in str(report(fast))
 
@@ -176,12 +176,12 @@ def test_another_device_is_left_to_transformers():
 
 def test_accelerate_s_hooks_are_left_to_transformers():
     hooks = pytest.importorskip("accelerate.hooks")
-    own, fast = pair("mamba2")
+    original, fast = pair("mamba2")
     for layer in fast.backbone.layers:
         hooks.add_hook_to_module(layer.mixer.conv1d, hooks.AlignDevicesHook("cpu"))
     x = ids(1, 7)
     with torch.no_grad():
-        assert_near(fast(x).logits, own(x).logits, 1e-5)
+        assert_near(fast(x).logits, original(x).logits, 1e-5)
     assert "accelerate has hooks" in report(fast).layers[0].last_fallback
 
 

@@ -16,35 +16,35 @@ TOLERANCE = 1e-5
 @torch.no_grad()
 @pytest.mark.parametrize("name", MAMBA1_LIKE)
 def test_several_tokens_from_a_cache_start_from_its_state(name):
-    own, fast = pair(name)
+    original, fast = pair(name)
     x = ids(2, 14)
-    assert_near(run_split(fast, x, (6, 5, 3)), own(x).logits, TOLERANCE)
+    assert_near(run_split(fast, x, (6, 5, 3)), original(x).logits, TOLERANCE)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["mamba2", "bamba", "granite", "falcon_h1"])
 def test_limits_of_step_sizes_hold_for_a_token_too(name):
-    own, fast = pair(name, time_step_limit=(0.05, 0.3))
+    original, fast = pair(name, time_step_limit=(0.05, 0.3))
     x = ids(2, 14)
-    assert_near(run_split(fast, x, (11, 1, 1, 1)), own(x).logits, TOLERANCE)
+    assert_near(run_split(fast, x, (11, 1, 1, 1)), original(x).logits, TOLERANCE)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["nemotron", "zamba2"])
 def test_the_smallest_step_size_holds_for_a_token_too(name):
-    own, fast = pair(name, time_step_min=0.5)
+    original, fast = pair(name, time_step_min=0.5)
     x = ids(2, 14)
-    assert_near(run_split(fast, x, (11, 1, 1, 1)), own(x).logits, TOLERANCE)
+    assert_near(run_split(fast, x, (11, 1, 1, 1)), original(x).logits, TOLERANCE)
 
 
 @torch.no_grad()
 def test_a_token_of_a_normed_falcon_h1_has_its_shape():
-    own, fast = pair("falcon_h1", mamba_rms_norm=True)
+    original, fast = pair("falcon_h1", mamba_rms_norm=True)
     x = ids(2, 9)
     _, cache = run(fast, x[:, :8])
     logits, _ = run(fast, x[:, 8:], cache, 8)
     assert logits.shape == (2, 1, 61)
-    assert_near(logits, own(x).logits[:, -1:], TOLERANCE)
+    assert_near(logits, original(x).logits[:, -1:], TOLERANCE)
 
 
 def recurrent_definition(mixer, x):
@@ -69,8 +69,8 @@ def recurrent_definition(mixer, x):
 
 @torch.no_grad()
 def test_float64_is_float64_throughout():
-    own = plain("mamba2", torch.float64)
-    mixer = accelerate(own, norm="official").backbone.layers[0].mixer
+    original = plain("mamba2", torch.float64)
+    mixer = accelerate(original, norm="official").backbone.layers[0].mixer
     x = torch.randn(2, 19, 32, dtype=torch.float64)
     assert_near(mixer(x), recurrent_definition(mixer, x), 1e-13)
 
@@ -102,9 +102,9 @@ def test_right_padding_leaves_the_mixers_caches_as_rows_alone_do(name):
     mask = torch.tensor([[1] * 6 + [0] * 3])
     _, padded = run(fast, torch.cat([row, padding], 1), attention_mask=mask)
     _, alone = run(fast, row)
-    found = [(a, b) for a, b in zip(padded.layers, alone.layers, strict=True) if hasattr(a, "recurrent_states")]
-    assert found
-    for a, b in found:
+    layer_pairs = [(a, b) for a, b in zip(padded.layers, alone.layers, strict=True) if hasattr(a, "recurrent_states")]
+    assert layer_pairs
+    for a, b in layer_pairs:
         if a.recurrent_states[0] is not None:
             assert_near(a.recurrent_states[0], b.recurrent_states[0], TOLERANCE)
             assert_near(a.conv_states[0], b.conv_states[0], TOLERANCE)
@@ -112,7 +112,7 @@ def test_right_padding_leaves_the_mixers_caches_as_rows_alone_do(name):
 
 @torch.no_grad()
 def test_a_limit_that_is_infinite_comes_from_json_too():
-    own, fast = pair("mamba2", time_step_limit=[0.0, math.inf])
+    original, fast = pair("mamba2", time_step_limit=[0.0, math.inf])
     x = ids(1, 6)
-    assert_near(fast(x).logits, own(x).logits, TOLERANCE)
+    assert_near(fast(x).logits, original(x).logits, TOLERANCE)
     assert cache_of(fast, fast(x, use_cache=True)) is not None

@@ -85,8 +85,8 @@ def packed():
 
 
 def assert_packed(logits, model, rows):
-    for i, (row, found) in enumerate(zip(rows, logits.split([len(row) for row in rows]), strict=True)):
-        assert_near(found, model(row[None], use_cache=False).logits[0], TOLERANCE, f"sequence {i}")
+    for i, (row, row_logits) in enumerate(zip(rows, logits.split([len(row) for row in rows]), strict=True)):
+        assert_near(row_logits, model(row[None], use_cache=False).logits[0], TOLERANCE, f"sequence {i}")
 
 
 @torch.no_grad()
@@ -130,10 +130,10 @@ def test_packed_gradients_with_and_without_checkpointing(name, reentrant):
         fast.gradient_checkpointing_enable({"use_reentrant": reentrant})
         fast.enable_input_require_grads()
     options = {"input_ids": x, "seq_idx": seq_idx} | ({"position_ids": restarting} if name != "mamba" else {})
-    found = packed_gradients(fast, [options])
+    grads = packed_gradients(fast, [options])
     for parameter, reference in expected.items():
         # Attention and experts of transformers compute some parts in float32.
-        assert_near(found[parameter], reference, 1e-8 if name in ("mamba", "mamba2") else 2e-5, parameter, least=1e-3)
+        assert_near(grads[parameter], reference, 1e-8 if name in ("mamba", "mamba2") else 2e-5, parameter, least=1e-3)
 
 
 def test_two_packed_calls_before_one_backward_are_checkpointed_apart():
@@ -173,10 +173,10 @@ def test_rows_of_packed_sequences_with_padding_and_a_cache(name):
 
 @torch.no_grad()
 def test_packing_can_be_left_out():
-    own = plain("mamba")
-    fast = accelerate(copy.deepcopy(own), packing=False)
+    original = plain("mamba")
+    fast = accelerate(copy.deepcopy(original), packing=False)
     _, x, seq_idx, _ = packed()
-    assert_near(fast(x, seq_idx=seq_idx).logits, own(x).logits, TOLERANCE)
+    assert_near(fast(x, seq_idx=seq_idx).logits, original(x).logits, TOLERANCE)
 
 
 @torch.no_grad()

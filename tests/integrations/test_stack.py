@@ -25,22 +25,22 @@ def fail(*_, **__):
 
 def token_of(model):
     """How a token runs."""
-    (found,) = report(model).models
-    assert (found.reason == "") == (found.token == ONE_CALL)
-    return found.token
+    (model_report,) = report(model).models
+    assert (model_report.reason == "") == (model_report.token == ONE_CALL)
+    return model_report.token
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_token_calls_no_mixer_and_is_the_sequence_s(name, rows, monkeypatch):
-    (own, fast), x = pair(name), ids(rows, 12)
+    (original, fast), x = pair(name), ids(rows, 12)
     expected, exact = fast(x).logits[:, 9:], reference_of(name)(x).logits[:, 9:]
     _, cache = run(fast, x[:, :9])
     monkeypatch.setattr(AcceleratedMixer, "forward", fail)
-    found = torch.cat([run(fast, x[:, at : at + 1], cache)[0] for at in (9, 10, 11)], 1)
-    assert_as_near(found, expected, exact)
-    assert_near(found, own(x).logits[:, 9:], TOLERANCE)
+    logits = torch.cat([run(fast, x[:, at : at + 1], cache)[0] for at in (9, 10, 11)], 1)
+    assert_as_near(logits, expected, exact)
+    assert_near(logits, original(x).logits[:, 9:], TOLERANCE)
 
 
 def row_of(cache, row):
@@ -72,15 +72,15 @@ def test_a_token_is_the_same_in_a_batch_of_any_size(name, rows, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", MODELS)
 def test_other_dtypes(name, dtype):
-    (own, fast), x = pair(name, dtype), ids(2, 9)
-    found, expected = run_split(fast, x, (5, 1, 3)), run_split(own, x, (5, 1, 1, 1, 1))
-    assert found.dtype == expected.dtype
+    (original, fast), x = pair(name, dtype), ids(2, 9)
+    logits, expected = run_split(fast, x, (5, 1, 3)), run_split(original, x, (5, 1, 1, 1, 1))
+    assert logits.dtype == expected.dtype
     exact = reference_of(name)(x).logits
     if dtype == torch.float64:
-        assert relative_error(found, exact) < 3e-7  # logits are rounded to float32 there
+        assert relative_error(logits, exact) < 3e-7  # logits are rounded to float32 there
     else:
-        assert relative_error(found, exact) < 2 * relative_error(fast(x).logits, exact) + torch.finfo(dtype).eps
-    hidden = [model.backbone(x[:, :1], cache_params=run(model, x)[1]).last_hidden_state for model in (own, fast)]
+        assert relative_error(logits, exact) < 2 * relative_error(fast(x).logits, exact) + torch.finfo(dtype).eps
+    hidden = [model.backbone(x[:, :1], cache_params=run(model, x)[1]).last_hidden_state for model in (original, fast)]
     assert hidden[0].dtype == hidden[1].dtype
     assert token_of(fast) == ONE_CALL
 
@@ -89,9 +89,9 @@ def test_other_dtypes(name, dtype):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_way_to_ask_for_a_token(name, monkeypatch):
     """Embeddings in place of ids, a mask of ones, tuples, no cache in return, the trunk alone."""
-    (own, fast), x = pair(name), ids(2, 9)
+    (original, fast), x = pair(name), ids(2, 9)
     monkeypatch.setattr(AcceleratedMixer, "forward", fail)
-    embedded, ones = own.get_input_embeddings()(x[:, 8:]), torch.ones(2, 9, dtype=torch.long)
+    embedded, ones = original.get_input_embeddings()(x[:, 8:]), torch.ones(2, 9, dtype=torch.long)
     for options in (
         {"input_ids": x[:, 8:]},
         {"inputs_embeds": embedded},
@@ -101,8 +101,8 @@ def test_every_way_to_ask_for_a_token(name, monkeypatch):
         {"input_ids": x[:, 8:], "labels": x[:, 8:], "logits_to_keep": 1},
     ):
         outputs = []
-        for model in (own, fast):
-            _, cache = run(own, x[:, :8])
+        for model in (original, fast):
+            _, cache = run(original, x[:, :8])
             outputs.append(model(**options, cache_params=cache))
         assert type(outputs[0]) is type(outputs[1])
         assert len(outputs[0]) == len(outputs[1])
@@ -116,14 +116,14 @@ def test_every_way_to_ask_for_a_token(name, monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_hidden_states_masks_and_large_batches_are_left_to_transformers(name):
-    (own, fast), x = pair(name), ids(3, 9)
+    (original, fast), x = pair(name), ids(3, 9)
     for options in ({"output_hidden_states": True}, {"attention_mask": torch.tensor([[1], [0], [1]])}):
-        outputs = [model(x[:, 8:], cache_params=run(own, x[:, :8])[1], **options) for model in (own, fast)]
+        outputs = [model(x[:, 8:], cache_params=run(original, x[:, :8])[1], **options) for model in (original, fast)]
         real = options.get("attention_mask", torch.ones(3, 1))[:, 0].bool()
         assert_near(outputs[1].logits[real], outputs[0].logits[real], TOLERANCE)
         assert len(outputs[0].hidden_states or ()) == len(outputs[1].hidden_states or ())
     x = ids(65, 5)
-    assert_near(run_split(fast, x, (4, 1)), own(x).logits, TOLERANCE)
+    assert_near(run_split(fast, x, (4, 1)), original(x).logits, TOLERANCE)
 
 
 @torch.no_grad()
@@ -131,9 +131,9 @@ def test_hidden_states_masks_and_large_batches_are_left_to_transformers(name):
     "where", ["", "layers.1", "layers.0.norm", "layers.1.mixer", "layers.0.mixer.in_proj", "norm_f"]
 )
 def test_hooks_are_called_and_may_go_again(where):
-    (own, fast), x, seen = pair("mamba2"), ids(2, 7), []
+    (original, fast), x, seen = pair("mamba2"), ids(2, 7), []
     hook = fast.backbone.get_submodule(where).register_forward_hook(lambda *_: seen.append(1))
-    assert_near(run_split(fast, x, (5, 1, 1)), own(x).logits, TOLERANCE)
+    assert_near(run_split(fast, x, (5, 1, 1)), original(x).logits, TOLERANCE)
     assert len(seen) == 3
     assert (token_of(fast) == ONE_CALL) == (where == "")
     hook.remove()
@@ -182,9 +182,9 @@ def test_what_is_exchanged_in_a_model_counts_for_the_next_token():
         _, fast = pair("mamba2")
         before = run_split(fast, x, (7, 1, 1))
         change(fast.backbone)
-        found = run_split(fast, x, (7, 1, 1))
-        assert relative_error(found, before) > 1e-3, change.__name__
-        assert_near(found, fast(x).logits, TOLERANCE, change.__name__)
+        logits = run_split(fast, x, (7, 1, 1))
+        assert relative_error(logits, before) > 1e-3, change.__name__
+        assert_near(logits, fast(x).logits, TOLERANCE, change.__name__)
 
 
 @torch.no_grad()
@@ -204,9 +204,9 @@ def test_adapters_run_mixer_by_mixer_until_they_are_merged():
 
 
 def test_a_token_with_gradients_and_one_in_training():
-    (own, fast), x = pair("mamba2"), ids(2, 9)
+    (original, fast), x = pair("mamba2"), ids(2, 9)
     with torch.no_grad():
-        expected, cache = own(x).logits[:, 8:], run(fast, x[:, :8])[1]
+        expected, cache = original(x).logits[:, 8:], run(fast, x[:, :8])[1]
     logits = fast(x[:, 8:], cache_params=copy.deepcopy(cache)).logits
     logits.square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in fast.backbone.layers.parameters())
@@ -217,11 +217,11 @@ def test_a_token_with_gradients_and_one_in_training():
 
 @torch.no_grad()
 def test_autocast_and_inference_mode():
-    (own, fast), x = pair("mamba2"), ids(2, 9)
+    (original, fast), x = pair("mamba2"), ids(2, 9)
     with torch.autocast("cpu", torch.bfloat16):
-        assert relative_error(run_split(fast, x, (7, 1, 1)), own(x).logits) < 0.05
+        assert relative_error(run_split(fast, x, (7, 1, 1)), original(x).logits) < 0.05
     with torch.inference_mode():
-        assert_near(run_split(fast, x, (7, 1, 1)), own(x).logits, TOLERANCE)
+        assert_near(run_split(fast, x, (7, 1, 1)), original(x).logits, TOLERANCE)
 
 
 def test_the_report_says_how_a_token_runs():

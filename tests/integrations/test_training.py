@@ -38,12 +38,12 @@ def trained(model, tmp_path, data, collate=None, **options):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ["mamba2", "mamba", "bamba"])
 def test_the_trainer_s_losses_are_those_of_plain_models(name, checkpointing, tmp_path):
-    own, fast = pair(name)
+    original, fast = pair(name)
     data = [{"input_ids": row, "labels": row} for row in ids(8, 12)]
-    expected = trained(own, tmp_path, data)
-    found = trained(fast, tmp_path, data, gradient_checkpointing=checkpointing)
-    assert found == pytest.approx(expected, rel=1e-3)
-    assert found[-1] != found[0]
+    expected = trained(original, tmp_path, data)
+    losses = trained(fast, tmp_path, data, gradient_checkpointing=checkpointing)
+    assert losses == pytest.approx(expected, rel=1e-3)
+    assert losses[-1] != losses[0]
 
 
 @pytest.mark.parametrize("seq_idx", [False, True])
@@ -178,6 +178,6 @@ def test_what_is_exchanged_in_a_mixer_counts_for_the_next_token():
         _, fast = pair("mamba2")
         before = run_split(fast, x, (7, 1, 1))
         change(fast.backbone.layers[1].mixer)
-        found = run_split(fast, x, (7, 1, 1))
-        assert relative_error(found, before) > 1e-3, change.__name__
-        assert_near(found, fast(x).logits, TOLERANCE, change.__name__)
+        logits = run_split(fast, x, (7, 1, 1))
+        assert relative_error(logits, before) > 1e-3, change.__name__
+        assert_near(logits, fast(x).logits, TOLERANCE, change.__name__)

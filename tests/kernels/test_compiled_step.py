@@ -79,8 +79,10 @@ def compare(actual, expected, dtype):
     assert_near(actual[0], expected[0], FLOOR[dtype], "y")
     for name, x, reference in zip(actual[1]._fields, actual[1], expected[1], strict=True):
         if name == "rotation" and x.ndim == 3:
-            turn = torch.polar(torch.ones_like(x), x - reference)
-            assert_near(torch.view_as_real(turn), torch.view_as_real(torch.ones_like(turn)), FLOOR[dtype], name)
+            difference = torch.polar(torch.ones_like(x), x - reference)
+            assert_near(
+                torch.view_as_real(difference), torch.view_as_real(torch.ones_like(difference)), FLOOR[dtype], name
+            )
         else:
             assert_near(x, reference, FLOOR[dtype], name)
 
@@ -198,14 +200,14 @@ CHANGES = [exchange_module, hook, patch_forward, transpose, negate_lazily, remov
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("family", [Mamba2, Mamba3])
-def test_what_only_the_modules_know_how_to_run_is_refused_with_a_reason(family, change):
+def test_what_only_the_modules_know_how_to_run_is_rejected_with_a_reason(family, change):
     block = family(16, d_state=8, headdim=8)
     assert not step_of(block).reason
     change(block)
     assert re.search("in_proj|out_proj|D|weight", step_of(block).reason)
 
 
-def test_a_subclass_and_a_family_without_kernels_are_refused():
+def test_a_subclass_and_a_family_without_kernels_are_rejected():
     assert "Quiet, not a Mamba2" in step_of(Quiet(16, d_state=8, headdim=8)).reason
     step = step_of(make_block("mamba3 fixed rotation"))
     assert "fixed rotation" in step.reason
@@ -224,7 +226,7 @@ def move_parameter(block):
     block.in_proj.weight.data = block.in_proj.weight.data.flip(0).clone()
 
 
-def narrow_and_widen(block):
+def round_and_widen(block):
     """Ends where it began, as likely as not at the same addresses."""
     block.to(torch.float16).to(torch.float32)
 
@@ -237,7 +239,7 @@ def undo_hook(block):
     block.in_proj._forward_hooks.clear()
 
 
-STEP_CHANGES = [hook, undo_hook, replace_parameter, replace_module, move_parameter, narrow_and_widen]
+STEP_CHANGES = [hook, undo_hook, replace_parameter, replace_module, move_parameter, round_and_widen]
 STEP_CHANGES += [change_epsilon, patch_forward, exchange_module]
 
 
@@ -280,7 +282,7 @@ def test_a_compiled_step_does_not_keep_its_block_alive(family):
 @pytest.mark.parametrize("family", ["mamba1", "mamba2", "mamba3"])
 def test_a_block_without_gradients_takes_its_compiled_step(family, monkeypatch):
     block, x, ran = make_block(family, torch.float32), torch.randn(3, 16), []
-    monkeypatch.setattr(CpuStep, "run", lambda *given, run=CpuStep.run: ran.append(1) or run(*given))
+    monkeypatch.setattr(CpuStep, "run", lambda *arguments, run=CpuStep.run: ran.append(1) or run(*arguments))
     block.step(x)
     assert not ran  # the parameters want gradients
     with torch.no_grad():
@@ -345,7 +347,7 @@ def test_a_slot_is_scaled_by_a_number_and_by_a_vector(dtype):
     assert_near(y, 1.5 * x.double() * module.scales[0].double() * module.weight.double(), FLOOR[dtype])
 
 
-def test_groups_that_do_not_divide_the_channels_and_buffers_that_are_none_are_refused():
+def test_groups_that_do_not_divide_the_channels_and_buffers_that_are_none_are_rejected():
     module = Norm(8, torch.float32)
     for describe, reason in (
         (lambda builder: builder.norm(0, module, 8, eps=1e-5, group_size=3), "groups of 3"),
@@ -406,8 +408,8 @@ def test_a_convolution_gives_the_same_bits_with_its_projection_and_after_it(firs
 
     expected = run(between=True, count=1)
     for count in (1, 2, 3, 9):
-        for found, wanted in zip(run(between=False, count=count), expected, strict=True):
-            assert torch.equal(found, wanted)
+        for actual, separate in zip(run(between=False, count=count), expected, strict=True):
+            assert torch.equal(actual, separate)
     assert torch.equal(expected[1][:, :, :3], window[:, :, 1:])
 
 
@@ -488,8 +490,8 @@ print(os.waitpid(child, 0)[1])
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_every_instruction_set_computes_the_same(isa):
-    found = in_another_process(FORCED, ANYMAMBA_ISA=isa)
-    if found != isa:
+    isa_in_use = in_another_process(FORCED, ANYMAMBA_ISA=isa)
+    if isa_in_use != isa:
         pytest.skip(f"this processor has no {isa}")
 
 
@@ -499,7 +501,7 @@ def test_a_compiled_step_runs_in_a_forked_process():
 
 @torch.no_grad()
 @pytest.mark.parametrize("width", [8, 32])
-def test_an_input_of_another_width_is_refused(width, unchecked):
+def test_an_input_of_another_width_is_rejected(width, unchecked):
     for options in ("mamba1", "mamba2", "mamba3"):
         with pytest.raises(ValueError, match=rf"x must have shape \(b, d=16\), got \(2, {width}\)"):
             make_block(options, torch.float32).step(torch.ones(2, width))

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings
 BFLOAT = torch.bfloat16
 
 
-def test_a_convolution_refuses_windows_that_do_not_fit():
+def test_a_convolution_rejects_windows_that_do_not_fit():
     conv, x = CausalConv(4, 3), torch.randn(2, 5, 4)
     for window in (torch.zeros(1, 4, 3), torch.zeros(2, 4, 4)):
         with pytest.raises(ValueError, match=r"(window|weight) must have shape"):
@@ -54,7 +54,7 @@ def test_many_packed_sequences_have_their_own_windows():
     assert torch.equal(new, alone_new)
 
 
-def test_the_selective_scan_refuses_what_does_not_fit():
+def test_the_selective_scan_rejects_what_does_not_fit():
     x, dt, a, b, c, d, z, state = (make_selective(t=5)[name] for name in SELECTIVE)
 
     def operator(*inputs):
@@ -77,7 +77,7 @@ def test_the_selective_scan_refuses_what_does_not_fit():
             operator(*wrong, None)
 
 
-def test_norm_and_gate_refuse_another_dtype_or_half_the_weights():
+def test_norm_and_gate_reject_another_dtype_or_half_the_weights():
     x = torch.randn(2, 3, 8)
     with pytest.raises(TypeError, match=r"z must be torch.float32"):
         GatedRMSNorm(8)(x, x.to(BFLOAT))
@@ -94,7 +94,7 @@ def scan_inputs(t=6, h=4, g=2):
 
 
 @pytest.mark.parametrize(
-    ("place", "replaced", "message"),
+    ("index", "replaced", "message"),
     [
         (1, torch.randn(1, 6, 1, 3, 5), "groups that divide"),
         (2, torch.randn(1, 5, 1, 2, 5), "q must have shape"),
@@ -105,14 +105,14 @@ def scan_inputs(t=6, h=4, g=2):
         (6, 0, "at least one step"),
     ],
 )
-def test_the_scan_as_an_operator_refuses_what_does_not_fit(place, replaced, message):
+def test_the_scan_as_an_operator_rejects_what_does_not_fit(index, replaced, message):
     inputs = scan_inputs()
-    inputs[place] = replaced
+    inputs[index] = replaced
     with pytest.raises((ValueError, TypeError), match=message):
         torch.ops.anymamba.scan(*inputs)
 
 
-def test_the_scan_as_an_operator_refuses_no_steps_and_packed_rows():
+def test_the_scan_as_an_operator_rejects_no_steps_and_packed_rows():
     with pytest.raises(ValueError, match="a scan has steps"):
         torch.ops.anymamba.scan(*scan_inputs(t=0))
     packed = [torch.cat([x, x]) if isinstance(x, torch.Tensor) else x for x in scan_inputs()]
@@ -121,7 +121,7 @@ def test_the_scan_as_an_operator_refuses_no_steps_and_packed_rows():
         torch.ops.anymamba.scan(*packed)
 
 
-def test_ranks_without_weights_of_their_own_are_refused():
+def test_ranks_without_weights_of_their_own_are_rejected():
     t, h, p, n, s, r = 5, 2, 3, 4, 1, 2
     tokens = [torch.rand(1, t, h) for _ in range(4)]
     with pytest.raises(ValueError, match="value_weight"):
@@ -188,7 +188,7 @@ def test_a_method_replaced_on_a_block_is_called():
     assert_near(after, block(x.unsqueeze(1))[:, 0], 1e-5)
 
 
-def test_a_library_of_other_sources_is_refused(monkeypatch):
+def test_a_library_of_other_sources_is_rejected(monkeypatch):
     assert bindings._is_compatible(bindings.LIBRARY.handle)
     monkeypatch.setattr(schema, "ROTATIONS", (*schema.ROTATIONS, "unheard_of"))
     assert not bindings._is_compatible(bindings.LIBRARY.handle)

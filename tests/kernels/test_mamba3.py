@@ -1,4 +1,4 @@
-"""Mamba-3's compiled kernels: the scan with turned keys, discretization, the gate over ranks and the plain norm.
+"""Mamba-3's compiled kernels: the scan with rotated keys, discretization, the gate over ranks and the plain norm.
 
 The tests of tests/blocks run over them too; here are the sizes, dtypes and promises beyond those.
 """
@@ -35,11 +35,22 @@ def rotated_scan(
 
 
 def discretize(
-    dt, a, trap, turn, bias, heavy_tail, floor, dt_min, dt_max, max_rotation, lengths=None, quaternion=False
+    dt,
+    a,
+    trapezoid_logit,
+    angular_rate,
+    bias,
+    heavy_tail,
+    floor,
+    dt_min,
+    dt_max,
+    max_rotation,
+    lengths=None,
+    quaternion=False,
 ):
     """The operator."""
     return OPERATORS["discretize"](
-        dt, a, trap, turn, bias, heavy_tail, floor, dt_min, dt_max, max_rotation, quaternion, lengths
+        dt, a, trapezoid_logit, angular_rate, bias, heavy_tail, floor, dt_min, dt_max, max_rotation, quaternion, lengths
     )
 
 
@@ -119,12 +130,12 @@ def test_the_length_of_a_chunk_does_not_matter(chunk_len):
 
 NAMES = ["x", "k", "q", "k_bias", "q_bias", "rate", "dt", "log_decay", "gamma", "kappa", "skip", "value_weight"]
 NAMES += ["initial_state", "start"]
-RESULTS = ("y", "final_state", "last_k", "turned")
+RESULTS = ("y", "final_state", "last_k", "last_angle")
 PARAMETERS = {"k_bias", "q_bias", "skip", "value_weight"}
 
 
 def scan_inputs(b=2, t=90, r=1, h=6, g=2, p=5, n=12, s=3, dtype=torch.float32, sequences=None, rotation="interleaved"):
-    """Inputs of the turned scan by name; k and q are slices of a wider tensor."""
+    """Inputs of the scan with rotations by name; k and q are slices of a wider tensor."""
     quaternion = rotation == "quaternion"
     generator = torch.Generator().manual_seed(0)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -153,7 +164,7 @@ def scan_inputs(b=2, t=90, r=1, h=6, g=2, p=5, n=12, s=3, dtype=torch.float32, s
 
 
 def run_scan(inputs, *, rotation="interleaved", lengths=None, bounds=None, pathway="single", algorithm="fused"):
-    """All results and gradients of the turned scan, by name."""
+    """All results and gradients of the scan with rotations, by name."""
     leaves = {name: None if x is None else x.detach().requires_grad_() for name, x in inputs.items()}
     outputs = rotated_scan(
         *leaves.values(),
@@ -166,10 +177,10 @@ def run_scan(inputs, *, rotation="interleaved", lengths=None, bounds=None, pathw
     generator = torch.Generator().manual_seed(1)
     # Half precision holds these exactly, so that the same cotangents can go into every dtype.
     heads = [torch.randint(-4, 5, y.shape, generator=generator).to(y.dtype) / 4 for y in outputs]
-    given = {name: leaf for name, leaf in leaves.items() if leaf is not None}
-    grads = torch.autograd.grad(outputs, list(given.values()), heads)
+    present = {name: leaf for name, leaf in leaves.items() if leaf is not None}
+    grads = torch.autograd.grad(outputs, list(present.values()), heads)
     named = dict(zip(RESULTS, outputs, strict=True))
-    return {**named, **{f"d{name}": grad for name, grad in zip(given, grads, strict=True)}}
+    return {**named, **{f"d{name}": grad for name, grad in zip(present, grads, strict=True)}}
 
 
 KINDS = pytest.mark.parametrize("rotation", ["interleaved", "quaternion"])
@@ -223,10 +234,10 @@ def test_a_nan_stays_in_its_sequence(rotation):
     inputs = scan_inputs(b=1, sequences=3, rotation=rotation)
     inputs["rate"][0, 40], inputs["x"][0, 41] = math.nan, math.inf
     bounds = torch.tensor([0, 30, 60, 90])
-    y, final_state, last_k, turned = rotated_scan(*inputs.values(), bounds=bounds, rotation=rotation)
-    for x in (y[:, :30], y[:, 60:], final_state[[0, 2]], last_k[[0, 2]], turned[[0, 2]]):
+    y, final_state, last_k, last_angle = rotated_scan(*inputs.values(), bounds=bounds, rotation=rotation)
+    for x in (y[:, :30], y[:, 60:], final_state[[0, 2]], last_k[[0, 2]], last_angle[[0, 2]]):
         assert torch.isfinite(x).all()
-    assert torch.isnan(turned[1]).all()
+    assert torch.isnan(last_angle[1]).all()
     assert torch.isnan(y[:, 41:60]).all()
 
 
@@ -239,7 +250,7 @@ def test_cosine_and_sine_are_within_two_units_in_the_last_place(dtype):
     inputs["k"], inputs["dt"] = torch.zeros_like(inputs["k"]), torch.zeros_like(inputs["dt"])
     inputs["k_bias"] = torch.tensor([1.0, 0.0], dtype=dtype).expand(rows, 1, 2)
     inputs["start"] = angle.view(1, rows, 1)
-    _, _, last_k, turned = rotated_scan(*inputs.values())
+    _, _, last_k, last_angle = rotated_scan(*inputs.values())
     wide = angle.numpy().astype(np.longdouble)
     wide %= 2 * np.pi * np.longdouble(1)
     inside = angle.numpy() < 2 * math.pi
@@ -250,25 +261,25 @@ def test_cosine_and_sine_are_within_two_units_in_the_last_place(dtype):
         # Beside a zero of the function, what counts is the unit of the angle, which is all that is known of it.
         unit = np.maximum(unit, np.finfo(np.float64).eps * 4)
         assert (error / unit).max() <= 2
-    assert torch.equal(turned[0, inside, 0], angle[inside])
+    assert torch.equal(last_angle[0, inside, 0], angle[inside])
 
 
 def test_angles_stay_exact_over_a_long_sequence():
     inputs = scan_inputs(b=1, t=20_000, h=2, g=1, p=1, n=6, s=3)
-    turned = rotated_scan(*inputs.values(), chunk_len=64)[3]
-    turns = (inputs["dt"].double().unsqueeze(-1) * inputs["rate"].double().unsqueeze(2)).sum(1)
-    expected = (turns + inputs["start"].double()).remainder(2 * math.pi)
-    assert (turned.double() - expected).abs().max() < 1e-6
-    assert (turned >= 0).all()
+    last_angle = rotated_scan(*inputs.values(), chunk_len=64)[3]
+    angles = (inputs["dt"].double().unsqueeze(-1) * inputs["rate"].double().unsqueeze(2)).sum(1)
+    expected = (angles + inputs["start"].double()).remainder(2 * math.pi)
+    assert (last_angle.double() - expected).abs().max() < 1e-6
+    assert (last_angle >= 0).all()
 
 
 def test_quaternions_stay_exact_over_a_long_sequence():
     inputs = scan_inputs(b=1, t=5_000, h=2, g=1, p=1, n=8, s=2, rotation="quaternion")
-    turned = rotated_scan(*inputs.values(), chunk_len=64, rotation="quaternion")[3]
+    last_rotation = rotated_scan(*inputs.values(), chunk_len=64, rotation="quaternion")[3]
     wide = [inputs[name].double() for name in ("rate", "dt", "start")]
     expected = cumulative_rotation("quaternion", *wide, None)[:, -1]
-    assert (turned.double() - expected).abs().max() < 1e-6
-    assert (turned.norm(dim=-1) - 1).abs().max() < 1e-6
+    assert (last_rotation.double() - expected).abs().max() < 1e-6
+    assert (last_rotation.norm(dim=-1) - 1).abs().max() < 1e-6
 
 
 def test_quaternions_about_one_axis_turn_as_planes_do():
@@ -318,12 +329,14 @@ def raw_inputs(dtype, b=2, t=50, h=7, s=5):
 @pytest.mark.parametrize("quaternion", [False, True], ids=["in planes", "about axes"])
 @pytest.mark.parametrize("heavy_tail", [True, False], ids=["heavy tail", "softplus"])
 def test_the_compiled_discretization_equals_the_portable_code(heavy_tail, quaternion, dtype):
-    def portable(dt, a, trap, turn, bias):
+    def portable(dt, a, trapezoid_logit, angular_rate, bias):
         dt = torch.nn.functional.softplus(dt + bias).clamp(0.1, 6.0)
         dt = dt.masked_fill(torch.tensor([[False] * 50, [False] * 20 + [True] * 30]).unsqueeze(-1), 0)
         rate = torch.relu(a) + 1 / (1 - a.clamp(max=0)) if heavy_tail else torch.nn.functional.softplus(a)
-        lam = torch.sigmoid(trap)
-        bounded = bounded_vector(turn.unflatten(-1, (-1, 3))).flatten(-2) if quaternion else torch.tanh(turn)
+        lam = torch.sigmoid(trapezoid_logit)
+        bounded = (
+            bounded_vector(angular_rate.unflatten(-1, (-1, 3))).flatten(-2) if quaternion else torch.tanh(angular_rate)
+        )
         return dt, -dt * rate.clamp(min=0.3), lam * dt, (1 - lam) * dt, 1.5 * math.pi * bounded
 
     def run(function):
@@ -342,11 +355,11 @@ def test_the_compiled_discretization_equals_the_portable_code(heavy_tail, quater
 @pytest.mark.parametrize("size", [0.0, 1e-200, 1e-20, 1e-3, 5.0, 1e200])
 def test_vectors_of_any_length_are_bounded_as_in_the_portable_code(size):
     _, inputs = raw_inputs(D, s=6)
-    turn = (size * inputs[3].detach()).requires_grad_()
+    angular_rate = (size * inputs[3].detach()).requires_grad_()
 
     def run():
-        rate = discretize(*inputs[:3], turn, inputs[4], True, 0.3, 0.1, 6.0, 1.5, None, True)[4]
-        return rate, *torch.autograd.grad(rate.square().sum() + rate.sum(), turn)
+        rate = discretize(*inputs[:3], angular_rate, inputs[4], True, 0.3, 0.1, 6.0, 1.5, None, True)[4]
+        return rate, *torch.autograd.grad(rate.square().sum() + rate.sum(), angular_rate)
 
     compiled = run()
     with kernels_off():
@@ -438,7 +451,7 @@ def test_an_empty_batch_has_empty_results():
     assert RMSNorm(4)(torch.zeros(0, 4)).shape == (0, 4)
 
 
-def test_turns_that_do_not_fit_are_refused():
+def test_turns_that_do_not_fit_are_rejected():
     inputs = scan_inputs(t=5, rotation="quaternion")
     with pytest.raises(ValueError, match="must describe the same quaternion rotation of 6 heads"):
         rotated_scan(*{**inputs, "rate": inputs["rate"][..., :-1]}.values(), rotation="quaternion")
@@ -446,7 +459,7 @@ def test_turns_that_do_not_fit_are_refused():
         rotated_scan(*scan_inputs(t=5, n=8, rotation="quaternion").values(), rotation="quaternion")
 
 
-def test_a_second_derivative_is_refused():
+def test_a_second_derivative_is_rejected():
     inputs = [None if x is None else x.detach().requires_grad_() for x in scan_inputs(t=5).values()]
     y = rotated_scan(*inputs, chunk_len=4)[0]
     (dx,) = torch.autograd.grad(y.square().sum(), [inputs[0]], create_graph=True)

@@ -133,7 +133,7 @@ def test_denormals_survive_outside_of_the_kernels(threads):
 
 
 @pytest.mark.parametrize("bounds", [[0, 5, 14], [1, 13], [0, 8, 5, 13], [-1, 13]])
-def test_wrong_boundaries_are_refused_before_they_reach_memory(bounds):
+def test_wrong_boundaries_are_rejected_before_they_reach_memory(bounds):
     inputs = make_inputs(b=1)
     inputs["initial_state"] = inputs["initial_state"].expand(len(bounds) - 1, -1, -1, -1)
     with pytest.raises(ValueError, match="must increase strictly from 0 to t = 13"):

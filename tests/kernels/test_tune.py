@@ -9,15 +9,15 @@ NOW = Choice("8x2", 64)
 
 
 def test_the_fastest_training_step_is_chosen_and_the_present_one_kept_within_the_noise():
-    found = {NOW: Measured(9.0, 40.0, 1.0), Choice("12x2", 64): Measured(8.0, 39.5, 1.0)}
-    assert best(found, NOW) == NOW
-    found[Choice("6x4", 96)] = Measured(9.5, 35.0, 1.0)
-    assert best(found, NOW) == Choice("6x4", 96)
-    assert "kOwnTile[2] = {6, 4};" in report(found, NOW, "avx512")
-    assert "CHUNK_ROWS = 96" in report(found, NOW, "avx512")
+    timings = {NOW: Measured(9.0, 40.0, 1.0), Choice("12x2", 64): Measured(8.0, 39.5, 1.0)}
+    assert best(timings, NOW) == NOW
+    timings[Choice("6x4", 96)] = Measured(9.5, 35.0, 1.0)
+    assert best(timings, NOW) == Choice("6x4", 96)
+    assert "kOwnTile[2] = {6, 4};" in report(timings, NOW, "avx512")
+    assert "CHUNK_ROWS = 96" in report(timings, NOW, "avx512")
 
 
-def test_medians_are_taken_and_libraries_that_disagree_are_refused():
+def test_medians_are_taken_and_libraries_that_disagree_are_rejected():
     samples = {NOW: [Measured(1, 4, 5.0), Measured(9, 9, 5.0), Measured(2, 5, 5.0)]}
     assert medians(samples)[NOW] == Measured(2, 5, 5.0)
     with pytest.raises(ValueError, match="the libraries disagree"):
@@ -25,7 +25,7 @@ def test_medians_are_taken_and_libraries_that_disagree_are_refused():
 
 
 @pytest.mark.parametrize("text", ["8", "8x", "0x2", "8x2x2", "ax2"])
-def test_a_tile_that_is_none_is_refused(text):
+def test_a_tile_that_is_none_is_rejected(text):
     with pytest.raises(argparse.ArgumentTypeError, match="a tile is rows x vectors"):
         parse_tile(text)
 

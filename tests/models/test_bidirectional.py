@@ -78,7 +78,9 @@ def test_padded_and_packed_rows_equal_rows_alone(kind):
     expected = torch.autograd.grad(loss, list(stack.parameters()), allow_unused=True)
     packed = stack(torch.cat(rows, 1), cu_seqlens=torch.tensor([0, 5, 6, 13]))
     assert_near(packed, torch.cat(alone, 1), 1e-10)
-    found = torch.autograd.grad((packed * torch.cat(weights, 1)).sum(), list(stack.parameters()), allow_unused=True)
+    packed_grads = torch.autograd.grad(
+        (packed * torch.cat(weights, 1)).sum(), list(stack.parameters()), allow_unused=True
+    )
     batch, mask = torch.full((3, 8, WIDTH), torch.nan, dtype=torch.float64), torch.zeros(3, 8, dtype=torch.bool)
     for i, (row, begin) in enumerate(zip(rows, (2, 4, 1), strict=True)):
         mask[i, begin : begin + row.shape[1]] = True
@@ -90,7 +92,7 @@ def test_padded_and_packed_rows_equal_rows_alone(kind):
     for name, *grads in zip(
         dict(stack.named_parameters()),
         expected,
-        found,
+        packed_grads,
         torch.autograd.grad(loss, list(stack.parameters()), allow_unused=True),
         strict=True,
     ):

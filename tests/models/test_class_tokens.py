@@ -43,29 +43,29 @@ def test_every_split_and_priming_places_them_as_the_definition_says(length):
         for cuts in itertools.product([False, True], repeat=length - 1):
             ends = [t for t, cut in enumerate(cuts, 1) if cut] + [length]
             for primes in itertools.product([False, True], repeat=len(ends)):
-                found, seen = [], 0
+                order, seen = [], 0
                 for end, prime in zip(ends, primes, strict=True):
                     if prime:
-                        found += insertion_order(positions, seen, False, 0, length, True)
+                        order += insertion_order(positions, seen, False, 0, length, True)
                         assert insertion_order(positions, seen, True, 0, length, True) == []
                     part = insertion_order(positions, seen, prime, end - seen, length)
-                    found += [i if i < m else i + seen for i in part]
+                    order += [i if i < m else i + seen for i in part]
                     seen = end
-                assert found == expected, (positions, ends, primes)
+                assert order == expected, (positions, ends, primes)
 
 
 def test_output_indices_follow_all_levels():
     for length in (1, 2, 5, 8):
-        found = find_output_indices(length, ["end", "start"], [["middle"], [1, 99]], ["start", 3])
+        indices = find_output_indices(length, ["end", "start"], [["middle"], [1, 99]], ["start", 3])
         stream = [("token", j) for j in range(length)]
         for name, positions in ((("inputs"), ["start", 3]), ("stack", ["end", "start"]), (0, ["middle"]), (1, [1, 99])):
             m = len(positions)
             stream = [(name, i) if i < m else stream[i - m] for i in by_hand(positions, len(stream))]
         index = {item: i for i, item in enumerate(stream)}
-        assert found.tokens == [index["token", j] for j in range(length)]
-        assert found.inputs == [index.get(("inputs", i)) for i in range(2)]
-        assert found.stack == [index["stack", i] for i in range(2)]
-        assert found.layers == [[index[0, 0]], [index[1, 0], index.get((1, 1))]]
+        assert indices.tokens == [index["token", j] for j in range(length)]
+        assert indices.inputs == [index.get(("inputs", i)) for i in range(2)]
+        assert indices.stack == [index["stack", i] for i in range(2)]
+        assert indices.layers == [[index[0, 0]], [index[1, 0], index.get((1, 1))]]
 
 
 def make(**fields):
@@ -126,8 +126,8 @@ def test_splits_and_steps_equal_whole_sequences(fields):
     assert_all_near(results(stack, x, lambda x: stack.prefill(x, length=t)), expected, 1e-10)
     if stack.config.grad_horizon is None:  # of every call its own
         for sizes in ([2, 3], [1, 3, 1], [4, 1]):
-            found = results(stack, x, lambda x, sizes=sizes: in_parts(stack, x, sizes))
-            assert_all_near(found, expected, 1e-10)
+            split = results(stack, x, lambda x, sizes=sizes: in_parts(stack, x, sizes))
+            assert_all_near(split, expected, 1e-10)
     y, _ = in_parts(stack, x, [2, 3], primes=(0, 1))
     assert_near(y, expected["y"], 1e-10)
     cache = None
@@ -158,7 +158,7 @@ def test_a_horizon_keeps_the_gradient_of_class_tokens():
     stack = make(class_tokens=["start"], layer_class_tokens=lists, grad_horizon=1, final_norm=False)
     x = torch.randn(1, 3, WIDTH, dtype=torch.float64, requires_grad=True)
     weights = [level.weight for level in (stack.class_tokens, *stack.layer_class_tokens.values())]
-    found = torch.autograd.grad(stack(x).square().sum(), [x, *weights])
+    grads = torch.autograd.grad(stack(x).square().sum(), [x, *weights])
     with torch.no_grad():
         h = stack.hidden_states(x, [1])[0]
     h.requires_grad_()
@@ -167,7 +167,7 @@ def test_a_horizon_keeps_the_gradient_of_class_tokens():
     y = joined + last.mixer(last.norm(joined))
     reached, of_last = torch.autograd.grad(y.square().sum(), [h, weights[2]])
     expected = [reached[:, 2:], reached[0, 1:2], reached[0, :1], of_last]
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(grads, expected, strict=True):
         assert_near(a, b, 1e-10)
 
 
@@ -199,9 +199,9 @@ def test_padded_and_packed_rows_equal_rows_alone(both_ways):
         following = torch.cat([row[:, n] for row, n in zip(rows, (3, 1, 2), strict=True)])
         step, cache = stack.step(following, cache, length=lengths)
         for i, (row, n, t) in enumerate(zip(rows, (4, 2, 3), sizes, strict=True)):
-            y, own = stack.prefill(row[:, :n], length=t)
+            y, row_cache = stack.prefill(row[:, :n], length=t)
             assert_near(step[i], y[0, -1], 1e-10)
-            assert_all_near(cache.rows(i).tensors(), own.tensors(), 1e-10)
+            assert_all_near(cache.rows(i).tensors(), row_cache.tensors(), 1e-10)
 
 
 def test_three_levels_of_a_latent_model(tmp_path):

@@ -215,9 +215,9 @@ def test_the_residual_stream_is_float32_in_bfloat16_models():
 @families
 def test_bfloat16_stays_close_to_float32(family):
     x = ids(2, 30)
-    wide, narrow = small_lm(family), small_lm(family, torch.bfloat16)
-    narrow.load_state_dict(wide.state_dict())
-    assert_near(narrow(x).logits, wide(x).logits, 0.05)
+    wide, rounded = small_lm(family), small_lm(family, torch.bfloat16)
+    rounded.load_state_dict(wide.state_dict())
+    assert_near(rounded(x).logits, wide(x).logits, 0.05)
 
 
 def test_the_fingerprint_tells_models_apart():

@@ -105,9 +105,9 @@ def test_detach_and_to_apply_to_every_layer(x):
     wide = cache.to(dtype=torch.float64)
     assert all(t.dtype == torch.float64 for t in wide.tensors().values())
     assert wide.nbytes == 2 * cache.nbytes
-    narrow = cache.to(torch.bfloat16).tensors()
+    rounded = cache.to(torch.bfloat16).tensors()
     assert equal(cache.to(torch.bfloat16), cache.to(dtype=torch.bfloat16))
-    assert {t.dtype for t in narrow.values()} == {torch.bfloat16, torch.float32}
+    assert {t.dtype for t in rounded.values()} == {torch.bfloat16, torch.float32}
 
 
 def test_a_cache_of_another_model_raises(tmp_path, x):

@@ -54,19 +54,19 @@ def test_gradients_are_exact(sizes):
     assert torch.autograd.gradcheck(cost, (hidden, head.weight.detach().clone().requires_grad_()))
 
 
-@pytest.mark.parametrize("wanted", ["hidden", "weight", "neither"])
-def test_only_the_gradients_that_are_wanted_are_computed(wanted, sizes):
+@pytest.mark.parametrize("target", ["hidden", "weight", "neither"])
+def test_only_the_gradients_that_are_wanted_are_computed(target, sizes):
     head, hidden, targets = case()
     expected = with_gradients(plain, head, hidden, targets)
-    hidden.requires_grad_(wanted == "hidden")
-    head.requires_grad_(wanted == "weight")
+    hidden.requires_grad_(target == "hidden")
+    head.requires_grad_(target == "weight")
     total = chunked_cross_entropy(head, hidden, targets)
     assert_near(total, expected[0], 1e-12)
-    if wanted == "neither":
+    if target == "neither":
         assert not total.requires_grad
         return
     (0.7 * total).backward()
-    assert_near(hidden.grad if wanted == "hidden" else head.weight.grad, expected[1 + (wanted == "weight")], 1e-12)
+    assert_near(hidden.grad if target == "hidden" else head.weight.grad, expected[1 + (target == "weight")], 1e-12)
 
 
 def test_nothing_but_ignored_targets_costs_nothing():

@@ -36,12 +36,12 @@ def test_packed_rows_in_both_directions():
 def test_a_language_model_takes_packed_rows_with_labels():
     model = small_lm("Mamba3", torch.float64)
     ids = torch.randint(61, (3, 6))
-    found = model(ids, labels=ids, seq_idx=SEQ_IDX, hidden_states=[0])
+    packed = model(ids, labels=ids, seq_idx=SEQ_IDX, hidden_states=[0])
     alone = [model(ids[row : row + 1, begin:end], labels=ids[row : row + 1, begin:end]) for row, begin, end in CUTS]
     for (row, begin, end), expected in zip(CUTS, alone, strict=True):
-        assert_near(found.logits[row, begin:end], expected.logits[0], 1e-10)
-    assert_near(found.nats, sum(output.nats for output in alone), 1e-10)
-    assert found.hidden_states[0].shape == (3, 6, 32)
+        assert_near(packed.logits[row, begin:end], expected.logits[0], 1e-10)
+    assert_near(packed.nats, sum(output.nats for output in alone), 1e-10)
+    assert packed.hidden_states[0].shape == (3, 6, 32)
     last = model(ids, seq_idx=SEQ_IDX, logits="last").logits
     assert_near(last[:, 0], torch.stack([output.logits[0, -1] for output in alone]), 1e-10)
 
@@ -61,13 +61,13 @@ def test_models_around_stacks_take_packed_rows():
     hidden = latent.backbone.hidden_states(latent.input(x), [0], seq_idx=SEQ_IDX)[0]
     both = masked.backbone.hidden_states(masked.embedding(ids), [0], seq_idx=SEQ_IDX)[0]
     for i, (row, begin, end) in enumerate(CUTS):
-        part, own = x[row : row + 1, begin:end], ids[row : row + 1, begin:end]
+        part, part_ids = x[row : row + 1, begin:end], ids[row : row + 1, begin:end]
         assert_near(y[row, begin:end], latent(part)[0], 1e-10)
-        assert_near(logits[row, begin:end], masked(own).logits[0], 1e-10)
-        assert_near(vectors[i], masked.embed(own)[0], 1e-10)
-        assert_near(classes[i], judge(own).logits[0], 1e-10)
+        assert_near(logits[row, begin:end], masked(part_ids).logits[0], 1e-10)
+        assert_near(vectors[i], masked.embed(part_ids)[0], 1e-10)
+        assert_near(classes[i], judge(part_ids).logits[0], 1e-10)
         assert_near(hidden[row, begin:end], latent.backbone.hidden_states(latent.input(part), [0])[0][0], 1e-10)
-        assert_near(both[row, begin:end], masked.backbone.hidden_states(masked.embedding(own), [0])[0][0], 1e-10)
+        assert_near(both[row, begin:end], masked.backbone.hidden_states(masked.embedding(part_ids), [0])[0][0], 1e-10)
     assert_near(loss, torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()), 1e-10)
 
 

@@ -58,8 +58,8 @@ def test_padded_and_packed_sequences_are_judged_as_alone(pooling, bidirectional,
         for loss in (expected, packed.loss, padded.loss)
     ]
     for whole, *others in zip(*grads, strict=True):
-        for found in others:
-            assert_near(found, whole, 1e-9, least=1e-4)
+        for grad in others:
+            assert_near(grad, whole, 1e-9, least=1e-4)
 
 
 def test_pooling_by_hand():
@@ -103,13 +103,13 @@ def test_a_masked_model_sees_both_sides_and_no_padding():
     rows = [torch.randint(11, (t,)) for t in ROWS]
     ids, mask = in_batch(rows)
     labels = torch.randint(11, ids.shape)
-    found = model(ids, labels, mask=mask)
+    output = model(ids, labels, mask=mask)
     alone = torch.cat([model(row.unsqueeze(0)).logits[0] for row in rows])
-    assert_near(found.logits[mask], alone, 1e-10)
-    assert_near(found.loss, torch.nn.functional.cross_entropy(alone, labels[mask]), 1e-10)
+    assert_near(output.logits[mask], alone, 1e-10)
+    assert_near(output.loss, torch.nn.functional.cross_entropy(alone, labels[mask]), 1e-10)
     changed = ids.clone()
     changed[2, 7] = (changed[2, 7] + 1) % 11
-    assert not torch.equal(model(changed, mask=mask).logits[2, 1], found.logits[2, 1])
+    assert not torch.equal(model(changed, mask=mask).logits[2, 1], output.logits[2, 1])
     vectors = torch.cat([model.embed(row.unsqueeze(0)) for row in rows])
     assert_near(model.embed(ids, mask=mask), vectors, 1e-10)
     assert_near(model.embed(torch.cat(rows).unsqueeze(0), cu_seqlens=torch.tensor([0, 5, 6, 13])), vectors, 1e-10)

@@ -53,16 +53,16 @@ def results(stack, x, run):
     """Outputs, caches, and the gradients of inputs and parameters, by name; an angle by its cosine and sine."""
     x = x.detach().clone().requires_grad_()
     y, cache = run(x)
-    found = {"y": y}
+    tensors = {"y": y}
     for name, leaf in cache.tensors().items():
         parts = (leaf.cos(), leaf.sin()) if name.endswith("rotation") else (leaf.to(y.dtype),)
-        found |= {f"{name} {i}": part for i, part in enumerate(parts)}
+        tensors |= {f"{name} {i}": part for i, part in enumerate(parts)}
     generator = torch.Generator().manual_seed(3)
-    loss = sum((v * torch.randn(v.shape, generator=generator, dtype=v.dtype)).sum() for v in found.values())
+    loss = sum((v * torch.randn(v.shape, generator=generator, dtype=v.dtype)).sum() for v in tensors.values())
     leaves = {"x": x, **dict(stack.named_parameters())}
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    found |= {f"grad of {n}": g for n, g in zip(leaves, grads, strict=True) if g is not None}
-    return {name: v.detach() for name, v in found.items()}
+    tensors |= {f"grad of {n}": g for n, g in zip(leaves, grads, strict=True) if g is not None}
+    return {name: v.detach() for name, v in tensors.items()}
 
 
 def unrolled(stack, x, cache=None):
@@ -121,8 +121,10 @@ def test_a_stack_equals_its_layers_by_hand():
         h = h + layer.mlp(layer.norm2(h))
         hidden.append(h)
     assert_near(stack(x), stack.norm_f(h), 1e-12)
-    for found, expected in zip(stack.hidden_states(x, [1, -1, 0]), [hidden[1], hidden[3], hidden[0]], strict=True):
-        assert_near(found, expected, 1e-12)
+    for hidden_state, expected in zip(
+        stack.hidden_states(x, [1, -1, 0]), [hidden[1], hidden[3], hidden[0]], strict=True
+    ):
+        assert_near(hidden_state, expected, 1e-12)
 
 
 def test_ignored_residuals_by_hand():
@@ -145,8 +147,8 @@ def test_as_many_virtual_layers_as_real_ones_change_nothing(schedule):
     virtual.load_state_dict(plain.state_dict())
     x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
     assert torch.equal(plain(x), virtual(x))
-    expected, found = (results(stack, x, stack.prefill) for stack in (plain, virtual))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, actual = (results(stack, x, stack.prefill) for stack in (plain, virtual))
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 def test_schedules_are_the_formulas():
@@ -156,15 +158,15 @@ def test_schedules_are_the_formulas():
         expected = [v * real // passes for v in range(passes)]
         assert StackConfig(**stack, schedule="stretched").layer_order() == expected
     for real, passes in ((4, 8), (2, 6), (6, 6), (5, 8)):
-        found = {name: layer_order("", name, real, passes, PAIR_SCHEDULES) for name in PAIR_SCHEDULES}
+        orders = {name: layer_order("", name, real, passes, PAIR_SCHEDULES) for name in PAIR_SCHEDULES}
         half, even, odd = passes // 2, -(-real // 2), real // 2
         pairs = range(half)
         strided = [(2 * (u % even), 2 * (u % odd) + 1) for u in pairs]
         stretched = [(2 * (u * even // half), 2 * (u * odd // half) + 1) for u in pairs]
-        assert found["strided_cyclic"] == [i for pair in strided for i in pair]
-        assert found["strided_stretched"] == [i for pair in stretched for i in pair]
-        assert found["symmetric_cyclic"] == [u % real for u in pairs for _ in "fb"]
-        assert found["symmetric_stretched"] == [u * real // half for u in pairs for _ in "fb"]
+        assert orders["strided_cyclic"] == [i for pair in strided for i in pair]
+        assert orders["strided_stretched"] == [i for pair in stretched for i in pair]
+        assert orders["symmetric_cyclic"] == [u % real for u in pairs for _ in "fb"]
+        assert orders["symmetric_stretched"] == [u * real // half for u in pairs for _ in "fb"]
 
 
 def test_multi_gate_residuals_by_hand():
@@ -200,12 +202,12 @@ def test_one_stream_has_a_closed_form():
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
     beta = torch.sigmoid(stack.gates[0].bias[0])
     assert_near(stack.gates[0].bias, torch.tensor([-torch.log(torch.tensor(20.0855369 + 1).div(7**0.5) - 1)]), 1e-6)
-    h, found = x, [x]
+    h, outputs = x, [x]
     for layer in stack.layers:
-        found.append(layer.mixer(layer.norm(h)))
-        h = (1 - beta) * h + beta * found[-1]
+        outputs.append(layer.mixer(layer.norm(h)))
+        h = (1 - beta) * h + beta * outputs[-1]
     weights = [(1 - beta) ** 3, *(beta * (1 - beta) ** (2 - v) for v in range(3))]
-    assert_near(stack(x), sum(w * f for w, f in zip(weights, found, strict=True)), 1e-12)
+    assert_near(stack(x), sum(w * f for w, f in zip(weights, outputs, strict=True)), 1e-12)
 
 
 @pytest.mark.parametrize("kind", ["mixed with MLPs", "streams"])
@@ -214,8 +216,8 @@ def test_the_whole_horizon_is_the_whole_gradient(kind):
     stack, cut = make(kind), make(kind, grad_horizon=passes)
     cut.load_state_dict(stack.state_dict())
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
-    expected, found = (results(s, x, s.prefill) for s in (stack, cut))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, actual = (results(s, x, s.prefill) for s in (stack, cut))
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 def test_a_shorter_horizon_is_a_detach_by_hand():
@@ -230,9 +232,9 @@ def test_a_shorter_horizon_is_a_detach_by_hand():
         torch.autograd.grad((y * weights).sum(), [x, *stack.parameters()], allow_unused=True)
         for y in (by_hand, stack(x), unrolled(stack, x)[0])
     ]
-    for name, expected, *found in zip(names, *grads, strict=True):
+    for name, expected, *others in zip(names, *grads, strict=True):
         assert (expected is None) == name.startswith(("layers.0", "layers.1"))
-        for grad in found:
+        for grad in others:
             assert (grad is None) == (expected is None)
             if expected is not None:
                 assert_near(grad, expected, 1e-10, name)
@@ -249,8 +251,8 @@ def test_a_horizon_in_steps_cuts_every_step():
     """Steps carry caches of the passes within the horizon, so their gradient is that of the prefill."""
     stack = make("mixed with MLPs", grad_horizon=2)
     x = torch.randn(2, 4, WIDTH, dtype=torch.float64)
-    expected, found = results(stack, x, stack.prefill), results(stack, x, lambda x: unrolled(stack, x))
-    assert_all_near(found, expected, 1e-10)
+    expected, stepped = results(stack, x, stack.prefill), results(stack, x, lambda x: unrolled(stack, x))
+    assert_all_near(stepped, expected, 1e-10)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -277,12 +279,12 @@ def test_checkpointing_draws_the_same_and_gives_the_same_gradients():
     stack, again = (make("mixed with MLPs", dropout=0.3, checkpointing=c) for c in (False, True))
     again.load_state_dict(stack.state_dict())
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
-    found = []
+    grads = []
     for s in (stack, again):
         torch.manual_seed(4)
         s(x).square().sum().backward()
-        found.append({name: p.grad for name, p in s.named_parameters()})
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+        grads.append({name: p.grad for name, p in s.named_parameters()})
+    assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
 
 
 def test_the_cache_is_saved_with_the_name_of_its_stack(tmp_path):

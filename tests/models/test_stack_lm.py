@@ -37,11 +37,11 @@ def test_language_models_of_any_stack_generate_and_save(stack, tmp_path):
     for t in range(7):
         logits, cache = model.step(ids[:, t], cache)
     assert_near(logits, model(ids).logits[:, -1], 2e-4)
-    made = decoder(model)
+    compiled = decoder(model)
     if "streams" in stack:
-        assert "no compiled step" in made.reason or "not built" in made.reason
-    if not made.reason:
-        assert_near(made.step(ids[:, 0], cache)[0], model.step(ids[:, 0], cache)[0], 2e-4)
+        assert "no compiled step" in compiled.reason or "not built" in compiled.reason
+    if not compiled.reason:
+        assert_near(compiled.step(ids[:, 0], cache)[0], model.step(ids[:, 0], cache)[0], 2e-4)
     with pytest.raises(ValueError, match=r'official format cannot hold.*format="anymamba"'):
         model.save_pretrained(tmp_path / "official", format="official")
     assert not (tmp_path / "official").exists()
@@ -60,11 +60,11 @@ def test_embeddings_in_place_of_ids_and_hidden_states_on_request():
     model = small()
     ids = torch.randint(61, (2, 7))
     expected = model(ids, labels=ids, hidden_states=[0, -1])
-    found = model(inputs_embeds=model.backbone.embedding(ids), labels=ids)
-    assert torch.equal(found.logits, expected.logits)
-    assert torch.equal(found.loss, expected.loss)
+    output = model(inputs_embeds=model.backbone.embedding(ids), labels=ids)
+    assert torch.equal(output.logits, expected.logits)
+    assert torch.equal(output.loss, expected.loss)
     assert torch.equal(model.lm_head(model.backbone.norm_f(expected.hidden_states[1])), expected.logits)
-    assert found.hidden_states == ()
+    assert output.hidden_states == ()
     with pytest.raises(ValueError, match="cannot be combined"):
         model(ids, inputs_embeds=model.backbone.embedding(ids))
 

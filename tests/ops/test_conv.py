@@ -30,10 +30,10 @@ def test_it_equals_torchs_convolution_in_values_and_gradients(t, width, bias):
     loss = (out * head).sum() + (new_window * window_head).sum()
     expected_window = torch.cat([window, x.transpose(1, 2)], 2)[..., -width:]
     expected_loss = (expected * head).sum() + (expected_window * window_head).sum()
-    for actual, wanted in zip(
+    for actual, expected_grad in zip(
         torch.autograd.grad(loss, leaves), torch.autograd.grad(expected_loss, leaves), strict=True
     ):
-        assert_near(actual, wanted, FLOOR[torch.float64])
+        assert_near(actual, expected_grad, FLOOR[torch.float64])
 
 
 def test_steps_equal_the_sequence():

@@ -28,8 +28,8 @@ def test_it_equals_the_definition_in_values_and_gradients(norm_before_gate, grou
     y, expected = norm(x, z), reference(x, z, norm)
     assert_near(y, expected, FLOOR[torch.float64])
     grads = torch.autograd.grad((y * head).sum(), leaves)
-    for actual, wanted in zip(grads, torch.autograd.grad((expected * head).sum(), leaves), strict=True):
-        assert_near(actual, wanted, FLOOR[torch.float64])
+    for actual, expected_grad in zip(grads, torch.autograd.grad((expected * head).sum(), leaves), strict=True):
+        assert_near(actual, expected_grad, FLOOR[torch.float64])
 
 
 def test_groups_are_normed_by_themselves():
@@ -61,7 +61,7 @@ def test_an_empty_batch_is_an_empty_result():
     assert GatedRMSNorm(8, group_size=4)(torch.zeros(0, 3, 8), torch.zeros(0, 3, 8)).shape == (0, 3, 8)
 
 
-def test_shapes_that_do_not_fit_are_refused(unchecked):
+def test_shapes_that_do_not_fit_are_rejected(unchecked):
     with pytest.raises(ValueError, match="group_size must divide the 10 channels, got 3"):
         GatedRMSNorm(10, group_size=3)
     with pytest.raises(ValueError, match=r"rms_norm: weight must have shape \(i=16\), got \(8,\)"):

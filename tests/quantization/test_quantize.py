@@ -1,4 +1,4 @@
-"""Models with weights in fewer bits: loaded, saved, generated from, refused."""
+"""Models with weights in fewer bits: loaded, saved, generated from, rejected."""
 
 import copy
 import json
@@ -28,14 +28,14 @@ IDS = torch.arange(18).view(2, 9) * 7 % 61
 def widened_lm(model):
     """The same model with plain float32 weights of the same values."""
     plain = MambaLM(model.config)
-    narrow = {
+    quantized_layers = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, QuantizedLinear | QuantizedEmbedding)
     }
     state = {name: x for name, x in model.state_dict().items() if not name.endswith(".scales")}
     plain.load_state_dict(
-        {**state, **{f"{name}.weight": dequantize_tensor(module.stored) for name, module in narrow.items()}}
+        {**state, **{f"{name}.weight": dequantize_tensor(module.stored) for name, module in quantized_layers.items()}}
     )
     return plain
 
@@ -47,8 +47,8 @@ def test_a_narrow_model_computes_what_the_widened_one_does(family, format):
     model = quantize_model(small_lm(family, tie_embeddings=format == "int8"), format)
     plain = widened_lm(model)
     with torch.no_grad():
-        found, expected = model(IDS, labels=IDS, logits="all"), plain.double()(IDS, labels=IDS, logits="all")
-        assert_near(found.logits, expected.logits, LOGITS_FLOOR[format])
+        output, expected = model(IDS, labels=IDS, logits="all"), plain.double()(IDS, labels=IDS, logits="all")
+        assert_near(output.logits, expected.logits, LOGITS_FLOOR[format])
         assert_near(model(IDS, labels=IDS, logits="none").loss, expected.loss, LOGITS_FLOOR[format])
 
 
@@ -59,13 +59,13 @@ def test_a_narrow_model_computes_what_the_widened_one_does(family, format):
 def test_a_compiled_token_is_to_the_bit_that_of_the_widened_model(family, format, rows):
     """The sums are taken in the same order."""
     model = quantize_model(small_lm(family), format)
-    narrow, plain = decoder(model), decoder(widened_lm(model))
+    quantized, plain = decoder(model), decoder(widened_lm(model))
     cache = other = None
     for ids in (IDS.flatten()[:rows], IDS.flatten()[rows : 2 * rows]):
-        logits, cache = narrow.step(ids, cache)
+        logits, cache = quantized.step(ids, cache)
         expected, other = plain.step(ids, other)
         assert torch.equal(logits, expected)
-    assert narrow.reason == ""
+    assert quantized.reason == ""
     assert all(torch.equal(a, b) for a, b in zip(cache.leaves(), other.leaves(), strict=True))
 
 
@@ -75,14 +75,14 @@ def test_a_compiled_token_is_to_the_bit_that_of_the_widened_model(family, format
 def test_a_compiled_token_of_whole_numbers_is_near_that_of_the_widened_model(family, format):
     """Activations are rounded to 16 bits in every product."""
     model = quantize_model(small_lm(family), format)
-    narrow, exact = decoder(model), widened_lm(model).double()
+    quantized, exact = decoder(model), widened_lm(model).double()
     cache = other = None
     for ids in IDS.T:
-        logits, cache = narrow.step(ids, cache)
+        logits, cache = quantized.step(ids, cache)
         with torch.no_grad():
             expected, other = exact.step(ids, other)
         assert_near(logits, expected, LOGITS_FLOOR[format])
-    assert narrow.reason == ""
+    assert quantized.reason == ""
 
 
 @pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
@@ -121,9 +121,9 @@ def test_a_saved_narrow_model_is_the_same_to_the_bit(tmp_path, format, tied):
 def test_loading_and_narrowing_in_memory_give_the_same(tmp_path):
     plain = small_lm("Mamba3")
     plain.save_pretrained(tmp_path)
-    loaded, made = MambaLM.from_pretrained(tmp_path, weights="int4"), quantize_model(copy.deepcopy(plain), "int4")
+    loaded, quantized = MambaLM.from_pretrained(tmp_path, weights="int4"), quantize_model(copy.deepcopy(plain), "int4")
     for name, x in loaded.state_dict().items():
-        assert torch.equal(x, made.state_dict()[name]), name
+        assert torch.equal(x, quantized.state_dict()[name]), name
 
 
 def test_activations_may_be_narrower_than_float32(tmp_path):
@@ -185,23 +185,23 @@ def test_a_wrapped_head_need_not_say_its_width(format):
 @pytest.mark.parametrize("assign", [True, False])
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("of", ["float32", *FORMATS])
-def test_a_state_dict_of_another_format_is_refused_and_one_of_the_same_taken(of, to, assign, strict):
-    given = small_lm(seed=1) if of == "float32" else quantize_model(small_lm(seed=1), of)
+def test_a_state_dict_of_another_format_is_rejected_and_one_of_the_same_taken(of, to, assign, strict):
+    source = small_lm(seed=1) if of == "float32" else quantize_model(small_lm(seed=1), of)
     model = quantize_model(small_lm(seed=2), to)
     if of == to:
-        model.load_state_dict(given.state_dict(), assign=assign, strict=strict)
+        model.load_state_dict(source.state_dict(), assign=assign, strict=strict)
         with torch.no_grad():
-            assert torch.equal(model(IDS).logits, given(IDS).logits)
+            assert torch.equal(model(IDS).logits, source(IDS).logits)
         assert model.is_tied
         return
     before = {name: x.clone() for name, x in model.state_dict().items() if ".scales" in name or x.ndim == 2}
     with pytest.raises(RuntimeError, match=f"of a weight in {to} must be torch"):
-        model.load_state_dict(given.state_dict(), assign=assign, strict=strict)
+        model.load_state_dict(source.state_dict(), assign=assign, strict=strict)
     assert all(torch.equal(model.state_dict()[name], x) for name, x in before.items())
 
 
 @pytest.mark.parametrize("changed", ["weight", "scales"])
-def test_a_tied_head_that_differs_is_refused(tmp_path, changed):
+def test_a_tied_head_that_differs_is_rejected(tmp_path, changed):
     """Its scales count as much as its codes."""
     model = quantize_model(small_lm(), "int8")
     untied = copy.deepcopy(model)
@@ -232,7 +232,7 @@ def test_a_tied_head_that_differs_is_refused(tmp_path, changed):
         ("float16", "weight", torch.bfloat16),
     ],
 )
-def test_codes_and_scales_of_another_dtype_are_refused(tmp_path, format, name, stored):
+def test_codes_and_scales_of_another_dtype_are_rejected(tmp_path, format, name, stored):
     quantize_model(small_lm(), format).save_pretrained(tmp_path)
     state, key = load_file(tmp_path / "model.safetensors"), f"backbone.layers.1.mixer.out_proj.{name}"
     state[key] = state[key].to(stored)
@@ -250,13 +250,13 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path):
     assert MambaLM.from_pretrained(tmp_path / "model").dtype == torch.float32
 
 
-def test_states_of_other_weights_are_refused(tmp_path):
+def test_states_of_other_weights_are_rejected(tmp_path):
     plain = small_lm()
-    narrow = quantize_model(copy.deepcopy(plain), "int8")
+    quantized = quantize_model(copy.deepcopy(plain), "int8")
     generate(plain, IDS, 2, return_state=True).state.save(tmp_path / "state", plain)
     with pytest.raises(ValueError, match="expected fingerprint"):
-        GenerationState.load(tmp_path / "state", narrow)
-    generate(narrow, IDS, 2, return_state=True).state.save(tmp_path / "state", narrow)
+        GenerationState.load(tmp_path / "state", quantized)
+    generate(quantized, IDS, 2, return_state=True).state.save(tmp_path / "state", quantized)
     with pytest.raises(ValueError, match="another model, dtype or format of weights"):
         GenerationState.load(tmp_path / "state", plain)
 
@@ -271,13 +271,13 @@ def test_what_cannot_be_is_named(tmp_path):
         quantize_model(plain.backbone, "int8")
     with pytest.raises(ValueError, match="for activations up to float32"):
         MambaLM.from_pretrained(tmp_path / "plain", weights="int8", dtype=torch.float64)
-    narrow = MambaLM.from_pretrained(tmp_path / "plain", weights="int8")
+    quantized = MambaLM.from_pretrained(tmp_path / "plain", weights="int8")
     with pytest.raises(ValueError, match="got one in int8"):
-        quantize_model(narrow, "int4")
+        quantize_model(quantized, "int4")
     with pytest.raises(ValueError, match="the transformers format cannot hold weights in int8"):
-        narrow.save_pretrained(tmp_path / "other", format="transformers")
+        quantized.save_pretrained(tmp_path / "other", format="transformers")
     assert not (tmp_path / "other").exists()
-    narrow.save_pretrained(tmp_path / "narrow")
+    quantized.save_pretrained(tmp_path / "narrow")
     with pytest.raises(ValueError, match="stored in int8, and cannot be loaded in int4"):
         MambaLM.from_pretrained(tmp_path / "narrow", weights="int4")
     with torch.no_grad():
@@ -302,7 +302,7 @@ def test_what_cannot_be_is_named(tmp_path):
         (None, "do not fit the config"),
     ],
 )
-def test_a_foreign_or_changed_config_is_refused(tmp_path, change, message):
+def test_a_foreign_or_changed_config_is_rejected(tmp_path, change, message):
     quantize_model(small_lm(), "int8").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     if change is None:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from anymamba.core.weight_formats import FORMAT_SPECS, FormatSpec, storage_layout
-from anymamba.kernels.cpu import bindings
-from anymamba.kernels.cpu import linear_kernels as kernels_narrow
+from anymamba.kernels.cpu import bindings, linear_kernels
 from anymamba.kernels.cpu.step_compiler import MAX_ROWS
 from anymamba.quantization import (
     QuantizedEmbedding,
@@ -48,8 +47,8 @@ def weight(out, width, seed=0):
 def test_a_weight_is_stored_to_within_a_step_of_its_group(format, out, width):
     plain = weight(out, width)
     stored = quantize_tensor(plain, format)
-    found = {"weight": stored.codes, "scales": stored.scales}
-    assert {k: (tuple(x.shape), x.dtype) for k, x in found.items() if x is not None} == storage_layout(
+    stored_parts = {"weight": stored.codes, "scales": stored.scales}
+    assert {k: (tuple(x.shape), x.dtype) for k, x in stored_parts.items() if x is not None} == storage_layout(
         format, out, width
     )
     error = (dequantize_tensor(stored, torch.float64) - plain).abs()
@@ -85,11 +84,11 @@ def test_products_and_gradients_are_those_of_the_widened_weight(format, out, wid
     x, bias = torch.randn(rows, width, requires_grad=True), torch.randn(out, requires_grad=True)
     y = quantized_linear(x, stored, bias)
     head = torch.randn(rows, out)
-    found = torch.autograd.grad(y, (x, bias), head)
+    grads = torch.autograd.grad(y, (x, bias), head)
     wide = dequantize_tensor(stored, torch.float64)
     assert_product(y - bias, x, stored, format, least=1.0)
-    assert_near(found[0], head.double() @ wide, FLOOR[torch.float32] * 4)
-    assert_near(found[1], head.double().sum(0), FLOOR[torch.float32])
+    assert_near(grads[0], head.double() @ wide, FLOOR[torch.float32] * 4)
+    assert_near(grads[1], head.double().sum(0), FLOOR[torch.float32])
 
 
 @pytest.mark.usefixtures("each_implementation")
@@ -162,7 +161,7 @@ def test_bfloat16_inputs_agree_whichever_product_the_processor_has(monkeypatch, 
     bias = torch.randn(out)
     exact = x.double() @ stored.codes.double().T + bias.double()
     for has_units in (True, False):
-        monkeypatch.setattr(kernels_narrow, "multiplies_bfloat16", lambda found=has_units: found)
+        monkeypatch.setattr(linear_kernels, "multiplies_bfloat16", lambda has=has_units: has)
         y = quantized_linear(x, stored, bias)
         assert y.dtype == torch.bfloat16
         assert_near(y, exact, FLOOR[torch.bfloat16])
@@ -213,8 +212,8 @@ def test_autocast_does_not_narrow_the_sums(rows):
     x, weight = torch.randn(rows, 64), torch.randn(32, 64)
     stored = quantize_tensor(weight, "int8")
     with torch.autocast("cpu", torch.bfloat16):
-        found = quantized_linear(x, stored)
-    assert torch.equal(found, quantized_linear(x, stored))
+        y = quantized_linear(x, stored)
+    assert torch.equal(y, quantized_linear(x, stored))
 
 
 @pytest.mark.usefixtures("unchecked")

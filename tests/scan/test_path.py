@@ -59,7 +59,7 @@ def test_for_block_writes_the_chunk_length_out_where_no_kernel_chooses_it():
     assert SsdPath.for_block(Mamba3(d_model=64, is_mimo=True), "serial") == SsdPath.serial(24)
 
 
-def test_unknown_algorithms_lengths_and_pathways_are_refused(unchecked):
+def test_unknown_algorithms_lengths_and_pathways_are_rejected(unchecked):
     with pytest.raises(ValueError, match=r"one of \('fastest', .*got 'fast'"):
         SsdPath("fast")
     with pytest.raises(ValueError, match=r"pathway must be one of \('single', 'double'\), got 'triple'"):

@@ -142,7 +142,7 @@ def test_the_hand_derived_backward_passes_gradcheck(r, packed, algorithm):
         path = SsdPath(algorithm, 3)
         return scan(v, k, q, log_decay, initial_state=initial_state, path=path, cu_seqlens=cu_seqlens)
 
-    # A positive log-decay is refused, so the finite differences must stay below zero.
+    # A positive log-decay is rejected, so the finite differences must stay below zero.
     inputs["log_decay"] = inputs["log_decay"] - 0.1
     assert torch.autograd.gradcheck(run_scan, tuple(x.requires_grad_() for x in inputs.values()))
 
@@ -261,13 +261,13 @@ def test_the_hand_derived_backward_keeps_its_inputs_only(t, algorithm):
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
         scan(**inputs, path=SsdPath(algorithm, 8))
-    given = {x.data_ptr() for x in inputs.values()}
-    assert {x.data_ptr() for x in saved} == given
+    addresses = {x.data_ptr() for x in inputs.values()}
+    assert {x.data_ptr() for x in saved} == addresses
     assert sum(x.numel() for x in saved) == sum(x.numel() for x in inputs.values())
 
 
 @pytest.mark.parametrize("algorithm", BY_HAND)
-def test_the_second_derivative_of_the_hand_derived_backward_is_refused(algorithm):
+def test_the_second_derivative_of_the_hand_derived_backward_is_rejected(algorithm):
     v, k, q, a, s = (x.requires_grad_() for x in make_inputs(t=5).values())
     y, _ = scan(v, k, q, a, initial_state=s, path=SsdPath(algorithm, 4))
     (dv,) = torch.autograd.grad(y.square().sum(), v, create_graph=True)
@@ -332,7 +332,7 @@ def test_wrong_dtypes_are_type_errors(name, dtype):
         ([[0, 13]], "shape"),
     ],
 )
-def test_bad_boundaries_are_refused(bounds, message):
+def test_bad_boundaries_are_rejected(bounds, message):
     inputs = make_inputs(b=1)
     del inputs["initial_state"]
     with pytest.raises(ValueError, match=message):

@@ -69,8 +69,8 @@ def by_definition(x, dt, A, B, C, D, z, initial_state):
 def test_the_formula(algorithm):
     inputs = make_inputs(t=4)
     expected = dict(zip(("y", "state"), by_definition(**inputs), strict=True))
-    found = dict(zip(("y", "state"), selective_scan(**inputs, path=SsdPath(algorithm)), strict=True))
-    assert_all_near(found, expected, FLOOR[torch.float64])
+    actual = dict(zip(("y", "state"), selective_scan(**inputs, path=SsdPath(algorithm)), strict=True))
+    assert_all_near(actual, expected, FLOOR[torch.float64])
 
 
 @settings(max_examples=60)
@@ -99,23 +99,23 @@ def test_all_algorithms_agree_on_values_and_gradients(data):
 @pytest.mark.parametrize("algorithm", BY_HAND)
 def test_narrow_dtypes_compute_in_float32(algorithm, dtype):
     inputs = make_inputs(t=100, i=20, n=16, dtype=dtype)
-    found = run(inputs, SsdPath(algorithm))
+    results = run(inputs, SsdPath(algorithm))
     expected = run({name: x.double() for name, x in inputs.items()}, SsdPath.recurrent())
-    assert found["y"].dtype == dtype
-    assert found["final_state"].dtype == torch.float32
-    assert_all_near(found, expected, 4 * FLOOR[dtype])
-    assert_all_near({"s": found["final_state"]}, {"s": expected["final_state"]}, FLOOR[torch.float32])
+    assert results["y"].dtype == dtype
+    assert results["final_state"].dtype == torch.float32
+    assert_all_near(results, expected, 4 * FLOOR[dtype])
+    assert_all_near({"s": results["final_state"]}, {"s": expected["final_state"]}, FLOOR[torch.float32])
 
 
 @pytest.mark.parametrize("algorithm", BY_HAND)
 def test_no_step_leaves_the_state_and_takes_no_gradient(algorithm):
     inputs = make_inputs()
     inputs["dt"][:, 4:] = -torch.inf
-    found = run(inputs, SsdPath(algorithm))
+    results = run(inputs, SsdPath(algorithm))
     shorter = {name: x[:, :4] if x.ndim == 3 and name != "initial_state" else x for name, x in inputs.items()}
     _, state = selective_scan(**shorter, path=SsdPath(algorithm))
-    assert_near(found["final_state"], state, FLOOR[torch.float64])
-    assert (found["grad of dt"][:, 4:] == 0).all()
+    assert_near(results["final_state"], state, FLOOR[torch.float64])
+    assert (results["grad of dt"][:, 4:] == 0).all()
 
 
 @pytest.mark.parametrize("algorithm", BY_HAND)
@@ -125,9 +125,9 @@ def test_hard_resets_and_long_memories_stay_finite(algorithm):
     inputs["A"][0] = -1e6
     inputs["A"][1] = -1e-9
     expected = run({name: x.double() for name, x in inputs.items()}, SsdPath.recurrent())
-    found = run(inputs, SsdPath(algorithm))
-    assert all(torch.isfinite(x).all() for x in found.values())
-    assert_all_near({"y": found["y"]}, {"y": expected["y"]}, 10 * FLOOR[torch.float32])
+    results = run(inputs, SsdPath(algorithm))
+    assert all(torch.isfinite(x).all() for x in results.values())
+    assert_all_near({"y": results["y"]}, {"y": expected["y"]}, 10 * FLOOR[torch.float32])
 
 
 @pytest.mark.parametrize("algorithm", BY_HAND)
@@ -158,9 +158,9 @@ def test_bits_do_not_depend_on_threads_or_the_batch(threads):
 
 @pytest.mark.parametrize("algorithm", ["recurrent", *BY_HAND])
 def test_an_empty_batch_is_an_empty_result(algorithm):
-    found = run(make_inputs(b=0), SsdPath(algorithm))
-    assert found["y"].shape == (0, 11, 6)
-    assert (found["grad of A"] == 0).all()
+    results = run(make_inputs(b=0), SsdPath(algorithm))
+    assert results["y"].shape == (0, 11, 6)
+    assert (results["grad of A"] == 0).all()
 
 
 def test_the_portable_backward_keeps_no_state_of_every_step():
@@ -186,10 +186,10 @@ def test_strides_do_not_matter():
     inputs = make_inputs(i=8)
     both = torch.cat([inputs["x"], inputs["z"]], -1)
     apart = dict(zip(("x", "z"), both.chunk(2, -1), strict=True))
-    turned = {"dt": inputs["dt"].transpose(0, 1).contiguous().transpose(0, 1)}
+    transposed = {"dt": inputs["dt"].transpose(0, 1).contiguous().transpose(0, 1)}
     for algorithm in BY_HAND:
-        expected, found = (run(i, SsdPath(algorithm)) for i in (inputs, {**inputs, **apart, **turned}))
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        expected, actual = (run(i, SsdPath(algorithm)) for i in (inputs, {**inputs, **apart, **transposed}))
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("algorithm", ["minimal", "serial"])

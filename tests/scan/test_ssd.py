@@ -97,7 +97,7 @@ def test_bad_input_says_what_was_expected_and_what_came(change, message):
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C", "D"])
-def test_an_input_that_is_no_tensor_is_refused(name):
+def test_an_input_that_is_no_tensor_is_rejected(name):
     with pytest.raises(TypeError, match=f"ssd: {name} must be a tensor, got list"):
         ssd(**{**make_inputs(d=(4,)), name: [1.0, 2.0]})
 

@@ -196,7 +196,7 @@ def test_a_cancelled_job_leaves_and_has_no_further_events(running):
     assert (events.empty(), engine.counters["written_tokens"]) == (True, written)
 
 
-def test_time_that_runs_out_ends_a_reply_and_refuses_a_prompt(running):
+def test_time_that_runs_out_ends_a_reply_and_rejects_a_prompt(running):
     engine = running(byte_model())
     late, events = make_job([1], [plan()], deadline=time.monotonic() - 1)
     engine.submit(late)

@@ -44,7 +44,7 @@ def test_a_graph_computes_what_the_block_does(block, method):
 
 @pytest.mark.filterwarnings("ignore")  # torch's own rules are written in what it calls deprecated
 @pytest.mark.parametrize("method", ["prefill", "step"])
-def test_forward_mode_is_refused_or_right(block, method):
+def test_forward_mode_is_rejected_or_right(block, method):
     """A tangent is never lost in silence."""
     x, direction = torch.randn(2, 1, 5, 16)
 

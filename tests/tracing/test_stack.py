@@ -34,8 +34,8 @@ MODELS = {
 }
 
 
-def values(found):
-    return found if isinstance(found, torch.Tensor) else found.logits
+def values(output):
+    return output if isinstance(output, torch.Tensor) else output.logits
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -56,7 +56,7 @@ def test_a_compiled_token_advances_the_cache():
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["mamba2", "bamba"])
-def test_packed_sequences_are_refused_in_one_line(name):
+def test_packed_sequences_are_rejected_in_one_line(name):
     _, fast = pair(name)
     x = ids(1, 9)
     seq_idx = (torch.arange(9) >= 4).long()[None]

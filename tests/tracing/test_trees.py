@@ -24,12 +24,12 @@ def test_compile_takes_a_step_and_the_verbs_around_it(family):
         logits, new = model.step(ids, branched)
         return logits, new, new.clone().to(torch.bfloat16)
 
-    logits, new, narrow = torch.compile(step, fullgraph=True, backend="aot_eager")(ids[:, 0], cache)
-    expected, new_eager, narrow_eager = step(ids[:, 0], cache)
+    logits, new, rounded = torch.compile(step, fullgraph=True, backend="aot_eager")(ids[:, 0], cache)
+    expected, new_eager, rounded_eager = step(ids[:, 0], cache)
     assert_near(logits, expected, FLOOR[torch.float32])
     assert isinstance(new, LMCache)
     assert_all_near(new.tensors(), new_eager.tensors(), FLOOR[torch.float32])
-    assert [x.dtype for x in narrow.leaves()] == [x.dtype for x in narrow_eager.leaves()]
+    assert [x.dtype for x in rounded.leaves()] == [x.dtype for x in rounded_eager.leaves()]
 
 
 class Continued(torch.nn.Module):

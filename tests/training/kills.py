@@ -129,30 +129,30 @@ def check_same(killed, whole):
 
 def drawn(chance, mesh):
     """For each life, who is killed, how, and when: at which operation, or after which share of a run's time."""
-    found = []
+    kills = []
     for _ in range(RESTARTS):
         rank = chance.randrange(2)
         writes = rank == 0 or mesh == "shard"  # otherwise there are no operations to count
         how = chance.choice(["operation", "operation", "time"]) if writes else "time"
         amount = chance.randrange(60 if rank == 0 else 30) if how == "operation" else chance.uniform(0.0, 0.8)
-        found.append((rank, how, amount, chance.choice([0.0, 0.005, 0.02])))
-    return found
+        kills.append((rank, how, amount, chance.choice([0.0, 0.005, 0.02])))
+    return kills
 
 
 def main(kills, seed):
     """Kill as often as asked for; every run is compared with an undisturbed one on the same mesh."""
-    chance, found = random.Random(seed), []
+    chance, all_deaths = random.Random(seed), []
     with tempfile.TemporaryDirectory() as name:
         corpus, runs = write_corpus(Path(name) / "corpus"), 0
-        while len(found) < kills:
+        while len(all_deaths) < kills:
             mesh = chance.choice(list(MESHES))
             whole = Path(name) / f"whole-{mesh}"
             deaths = attempt(Path(name) / f"run{runs}", whole, corpus, mesh, drawn(chance, mesh))
             runs += 1
-            found += deaths
-            print(f"{mesh}: {len(deaths)} kills, the same bytes; {len(found)} of {kills}", flush=True)
-    saving = sum(death["saving"] for death in found)
-    print(f"seed {seed}: {len(found)} kills in {runs} runs, {saving} of them while a checkpoint was being written")
+            all_deaths += deaths
+            print(f"{mesh}: {len(deaths)} kills, the same bytes; {len(all_deaths)} of {kills}", flush=True)
+    saving = sum(death["saving"] for death in all_deaths)
+    print(f"seed {seed}: {len(all_deaths)} kills in {runs} runs, {saving} of them while a checkpoint was being written")
 
 
 if __name__ == "__main__":
@@ -160,8 +160,8 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--worker", nargs=2, default=None)
-    given = parser.parse_args()
-    if given.worker:
-        worker(*given.worker)
+    options = parser.parse_args()
+    if options.worker:
+        worker(*options.worker)
     else:
-        main(given.kills, random.randrange(10**6) if given.seed is None else given.seed)
+        main(options.kills, random.randrange(10**6) if options.seed is None else options.seed)

@@ -148,7 +148,7 @@ def test_a_damaged_one_is_reported_and_the_one_before_it_is_used(trainer, name, 
     ],
     ids=str,
 )
-def test_an_odd_manifest_is_refused_whoever_wrote_its_checksum(trainer, change):
+def test_an_odd_manifest_is_rejected_whoever_wrote_its_checksum(trainer, change):
     path = list_checkpoints(trainer.directory / "checkpoints")[0]
     shutil.rmtree(list_checkpoints(trainer.directory / "checkpoints")[1])
     manifest = {**read_json(path / "training.json"), **change}
@@ -160,7 +160,7 @@ def test_an_odd_manifest_is_refused_whoever_wrote_its_checksum(trainer, change):
 
 @pytest.mark.parametrize("name", ["optimizer.safetensors", "model.safetensors"])
 @pytest.mark.parametrize("damage", ["nothing", "fewer", "more", "others", "narrower"])
-def test_odd_tensors_are_refused_whoever_wrote_their_checksum(trainer, name, damage):
+def test_odd_tensors_are_rejected_whoever_wrote_their_checksum(trainer, name, damage):
     path = list_checkpoints(trainer.directory / "checkpoints")[0]
     shutil.rmtree(list_checkpoints(trainer.directory / "checkpoints")[1])
     tensors = read_tensors(path / name)
@@ -188,7 +188,7 @@ def test_odd_tensors_are_refused_whoever_wrote_their_checksum(trainer, name, dam
 
 
 @pytest.mark.parametrize("damage", ["fewer", "more", "other rows", "scalar", "other sizes"])
-def test_odd_carried_states_are_refused_whoever_wrote_their_checksum(tmp_path, damage):
+def test_odd_carried_states_are_rejected_whoever_wrote_their_checksum(tmp_path, damage):
     config = tiny(write_corpus(tmp_path / "corpus"), data={"mode": "stream"}, evaluation={"sample_tokens": 0})
     trainer = create_run(config, tmp_path / "run", silent)
     assert trainer.run()
@@ -285,12 +285,12 @@ def test_what_a_killed_save_leaves_is_no_checkpoint_and_is_removed(trainer):
     assert not left.exists()
 
 
-def test_a_changed_config_is_refused_with_the_names(trainer):
+def test_a_changed_config_is_rejected_with_the_names(trainer):
     with pytest.raises(ValueError, match=r"changed: batch.tokens \(was 128, got 64\), seed \(was 0, got 3\)"):
         open_run(trainer.directory, {"batch.tokens": "64", "seed": "3", "evaluation.every": "1"}, silent)
 
 
-def test_changed_text_is_refused(trainer):
+def test_changed_text_is_rejected(trainer):
     corpus = write_corpus(trainer.directory.parent / "corpus")
     (corpus / "more.txt").write_text("more")
     other = create_run(tiny(corpus, evaluation={"sample_tokens": 0}), trainer.directory.parent / "other", silent)
@@ -332,7 +332,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_starts_again(trainer, tmp
 class TestTwoProcesses:
     message = "run: another process is using this run; wait until it ends, or name another directory"
 
-    def test_the_second_is_refused_and_changes_nothing(self, trainer):
+    def test_the_second_is_rejected_and_changes_nothing(self, trainer):
         second = open_run(trainer.directory, {}, silent)
         before = {path: path.stat().st_mtime_ns for path in trainer.directory.rglob("*")}
         with run_lock(trainer.directory):
@@ -478,8 +478,8 @@ def test_shards_their_index_and_every_new_directory_are_synced(tmp_path, monkeyp
     for target in (*shards, directory / "data" / "index.json", directory / "checkpoints" / "step-00000000"):
         named = [i for i, event in enumerate(events) if event[0] == "name" and event[2] == target]
         assert named, target
-        inode, place = target.stat().st_ino, target.parent.stat().st_ino
+        inode, directory_inode = target.stat().st_ino, target.parent.stat().st_ino
         assert ("sync", inode) in events[: named[-1]], target
-        assert ("sync", place) in events[named[-1] :], target
+        assert ("sync", directory_inode) in events[named[-1] :], target
     for parent in (tmp_path, tmp_path / "new", directory, directory / "checkpoints", directory / "data"):
         assert ("sync", parent.stat().st_ino) in events, parent

@@ -20,10 +20,10 @@ def test_a_file_and_the_command_line_set_the_same_fields(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given", [["a", "b"], "a,b", ["a,b"], '["a", "b"]', "['a','b']", ["a", '["b"]'], "a,b,"], ids=str
+    "sources", [["a", "b"], "a,b", ["a,b"], '["a", "b"]', "['a','b']", ["a", '["b"]'], "a,b,"], ids=str
 )
-def test_a_list_is_understood_as_values_in_commas_or_in_brackets(given):
-    assert read_config(None, {"data.sources": given}).data.sources == ("a", "b")
+def test_a_list_is_understood_as_values_in_commas_or_in_brackets(sources):
+    assert read_config(None, {"data.sources": sources}).data.sources == ("a", "b")
 
 
 @pytest.mark.parametrize("name", ["a,b", "[1]", '["a"]', "[ab]*.txt", "x" * 300])
@@ -169,6 +169,6 @@ def test_default_sizes_fit_a_family_whose_inner_width_is_another(monkeypatch):
     monkeypatch.setitem(FAMILIES, "Heads", Heads)
     section = read_config(None, {"model.family": "Heads", "model.d_model": 96}).model
     assert block_fields(section, "Heads", 96, d_state=64, headdim=64) == {"layer": "Heads", "headdim": 32}
-    narrow = read_config(None, {"model.block": {"expand": 1}}).model
-    assert block_fields(narrow, "Mamba2", 32, d_state=64, headdim=64)["headdim"] == 32
+    small = read_config(None, {"model.block": {"expand": 1}}).model
+    assert block_fields(small, "Mamba2", 32, d_state=64, headdim=64)["headdim"] == 32
     assert block_fields(section, "Mamba2", 32, d_state=64, headdim=64)["headdim"] == 64

@@ -53,13 +53,13 @@ class Gaps:
 
 class TestCorpus:
     def test_shards_hold_every_document_once(self, corpus, tmp_path):
-        found = prepared(corpus, tmp_path / "data", shard_tokens=300)
+        splits = prepared(corpus, tmp_path / "data", shard_tokens=300)
         train, held_out = split(find(corpus), 0.1, b"")
-        assert len(found.train.parts) > 2
-        for tokens, documents in ((found.train, train), (found.held_out, held_out)):
+        assert len(splits.train.parts) > 2
+        for tokens, documents in ((splits.train, train), (splits.held_out, held_out)):
             text = b"".join(document.read(b"") for document in documents)
             assert bytes(tokens.read(0, tokens.total).tolist()) == text
-        assert found.xz_bytes == len(lzma.compress(text, preset=9))
+        assert splits.xz_bytes == len(lzma.compress(text, preset=9))
 
     def test_the_split_is_by_name_and_leaves_no_side_empty(self, corpus, tmp_path):
         documents = find(corpus)
@@ -68,13 +68,15 @@ class TestCorpus:
         again = split(find(moved), 0.3, b"")[1]
         assert [d.name for d in held_out] == [d.name for d in again]
         assert {d.name for d in train}.isdisjoint(d.name for d in held_out)
-        for share in (1e-9, 1 - 1e-9):
-            assert all(sum(d.size(b"") for d in side) >= 2 for side in split(documents, share, b""))
+        for fraction in (1e-9, 1 - 1e-9):
+            assert all(sum(d.size(b"") for d in side) >= 2 for side in split(documents, fraction, b""))
 
-    @pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
+    @pytest.mark.parametrize("fraction", [0.02, 0.3, 0.9])
     @pytest.mark.parametrize("lines", [True, False])
     @pytest.mark.parametrize("sizes", [(5_400_000, 5_400), (900, 40_000, 700), (1000,) * 40, (501,), (10, 10)])
-    def test_about_the_requested_share_of_the_bytes_is_held_out_and_nothing_twice(self, tmp_path, sizes, lines, share):
+    def test_about_the_requested_share_of_the_bytes_is_held_out_and_nothing_twice(
+        self, tmp_path, sizes, lines, fraction
+    ):
         texts = [("äöü\U0001f600x" * size)[:size] for size in sizes]
         if lines:
             (tmp_path / "all.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -82,12 +84,12 @@ class TestCorpus:
             for i, text in enumerate(texts):
                 (tmp_path / f"{i}.txt").write_text(text)
         documents = find(tmp_path)
-        sides = split(documents, share, b"")
+        sides = split(documents, fraction, b"")
         total, held_out = (sum(d.size(b"") for d in side) for side in (documents, sides[1]))
-        assert share / 2 <= held_out / total <= share + 5 / total
-        pieces = sorted((d.name, d.begin, d.read(b"").decode()) for side in sides for d in side)
+        assert fraction / 2 <= held_out / total <= fraction + 5 / total
+        parts = sorted((d.name, d.begin, d.read(b"").decode()) for side in sides for d in side)
         assert sorted(
-            "".join(x for name, _, x in pieces if name.removesuffix(" (end)") == d.name) for d in documents
+            "".join(x for name, _, x in parts if name.removesuffix(" (end)") == d.name) for d in documents
         ) == (sorted(texts))
 
     @pytest.mark.parametrize("most", [0, 1, 700, 10**6])
@@ -125,7 +127,7 @@ class TestCorpus:
         with run_lock(tmp_path / "data"):
             prepared(corpus, tmp_path / "data")
 
-    def test_ids_beyond_the_vocabulary_are_refused(self, corpus, tmp_path):
+    def test_ids_beyond_the_vocabulary_are_rejected(self, corpus, tmp_path):
         with pytest.raises(ValueError, match=r"document\d.txt: expected token ids below 256, .* got 300"):
             prepare(tiny(corpus).data, tmp_path / "data", Gaps())
 
@@ -244,9 +246,9 @@ class TestCorpus:
     def test_an_odd_line_is_named(self, tmp_path, line, message):
         file = tmp_path / "lines.jsonl"
         file.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
-        found = find_documents((str(file),), "text")
-        assert len(found.documents) == 1
-        assert re.search(rf"lines\.jsonl:2: .*{message}", *found.problems)
+        listing = find_documents((str(file),), "text")
+        assert len(listing.documents) == 1
+        assert re.search(rf"lines\.jsonl:2: .*{message}", *listing.problems)
 
     def test_changed_text_is_tokenized_again(self, corpus, tmp_path):
         before = prepared(corpus, tmp_path / "data")
@@ -276,8 +278,8 @@ class TestOrder:
     def test_an_epoch_shows_every_row_once(self, corpus, tmp_path):
         tokens = prepared(corpus, tmp_path / "data").train
         count = tokens.total // 32
-        found = batches(tokens, rows=count).step(1)[0].inputs.view(count, 32)
-        assert sorted(found.tolist()) == sorted(tokens.read(0, count * 32).view(count, 32).tolist())
+        inputs = batches(tokens, rows=count).step(1)[0].inputs.view(count, 32)
+        assert sorted(inputs.tolist()) == sorted(tokens.read(0, count * 32).view(count, 32).tolist())
 
     def test_accumulation_reads_the_same_rows(self, corpus, tmp_path):
         tokens = prepared(corpus, tmp_path / "data").train
@@ -313,15 +315,15 @@ class TestPacking:
         count = 0
         for begin, end in spans:
             reached = 0
-            for piece in by_document(sequence, begin, end + 1):
-                kept = min(len(piece), end - begin - reached)  # the row's inputs; one token more is a target
-                reached += len(piece)
-                if kept < 1 or len(piece) < 2:
+            for document in by_document(sequence, begin, end + 1):
+                kept = min(len(document), end - begin - reached)  # the row's inputs; one token more is a target
+                reached += len(document)
+                if kept < 1 or len(document) < 2:
                     continue
-                wanted = piece[1 : kept + 1]
-                logits = model(piece[:kept].unsqueeze(0)).logits[0, : len(wanted)]
-                total = total + torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
-                count += len(wanted)
+                targets = document[1 : kept + 1]
+                logits = model(document[:kept].unsqueeze(0)).logits[0, : len(targets)]
+                total = total + torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+                count += len(targets)
         total.backward()
         assert batch.loss_terms == count
         assert_near(nats, total, 1e-12)

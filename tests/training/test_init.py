@@ -87,7 +87,7 @@ def test_a_resumed_run_is_bit_equal_and_no_longer_needs_the_model(corpus, tmp_pa
         ({"block": {"d_conv": 9}}, r"d_conv \(expected 9, got"),
     ],
 )
-def test_sizes_that_contradict_the_model_are_refused(corpus, tmp_path, section, message):
+def test_sizes_that_contradict_the_model_are_rejected(corpus, tmp_path, section, message):
     small_lm("Mamba2", **MODEL).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=f"model.init = .*: the model differs from the config: {message}"):
         create_run(begun_with(corpus, tmp_path / "model", model=section), tmp_path / "run", silent)
@@ -108,12 +108,12 @@ class TestTokenizer:
         """A directory with a tokenizer of 270 tokens."""
         from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-        made, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
-        made.pre_tokenizer = pre_tokenizers.ByteLevel()
+        bpe, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel()
         learn = trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet, show_progress=False)
-        made.train([str(path) for path in corpus.iterdir()], learn)
+        bpe.train([str(path) for path in corpus.iterdir()], learn)
         (tmp_path / "tokenizer").mkdir()
-        made.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+        bpe.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
         return tmp_path / "tokenizer"
 
     def test_that_of_the_model_is_taken(self, corpus, tmp_path, tokenizer):
@@ -124,7 +124,7 @@ class TestTokenizer:
         assert load_tokenizer(None, tmp_path / "run", 280).vocab_size == 270
         assert open_run(tmp_path / "run", {}, silent).run()
 
-    def test_one_that_does_not_fit_is_refused(self, corpus, tmp_path, tokenizer):
+    def test_one_that_does_not_fit_is_rejected(self, corpus, tmp_path, tokenizer):
         small_lm(**MODEL).save_pretrained(tmp_path / "model")
         config = begun_with(corpus, tmp_path / "model", data={"tokenizer": str(tokenizer)})
         with pytest.raises(ValueError, match="it has 270 tokens, the model 256"):
@@ -170,7 +170,7 @@ class TestChanges:
         assert_equal(ended.model.state_dict(), whole.model.state_dict())
 
     @pytest.mark.parametrize(
-        ("kind", "taken", "changes", "refused"),
+        ("kind", "taken", "changes", "changed"),
         [
             ("cosine", 4, {"schedule.steps": "9"}, r"schedule.steps \(was 6, got 9\)"),
             ("wsd", 6, {"schedule.steps": "9"}, r"schedule.steps \(was 6, got 9\)"),
@@ -178,14 +178,14 @@ class TestChanges:
             ("constant", 4, {"schedule.warmup": "3"}, r"schedule.warmup \(was 2, got 3\)"),
         ],
     )
-    def test_rates_of_the_steps_taken_are_not_rewritten(self, corpus, tmp_path, kind, taken, changes, refused):
+    def test_rates_of_the_steps_taken_are_not_rewritten(self, corpus, tmp_path, kind, taken, changes, changed):
         trainer = create_run(tiny(corpus, schedule={"kind": kind, "decay": 0.5}), tmp_path / "run", silent)
         trainer.save()
         for _ in range(taken):
             trainer._take_step()
         trainer.save()
         message = (
-            f"a run continues with the config it started with; changed: {refused}; the {taken} steps taken would "
+            f"a run continues with the config it started with; changed: {changed}; the {taken} steps taken would "
             "have had other learning rates; to start another run from its weights: anymamba train --model.init .*run "
             "--out DIR"
         )
@@ -214,8 +214,8 @@ class TestChanges:
         ]
         assert again.run()
         rates = [row.learning_rate for row in read_metrics(tmp_path / "run" / "metrics.csv")]
-        shares = [learning_rate(step, 1.0, config.schedule) for step in range(3, 6)]
-        assert rates == [share * 0.001 for share in shares]
+        fractions = [learning_rate(step, 1.0, config.schedule) for step in range(3, 6)]
+        assert rates == [fraction * 0.001 for fraction in fractions]
         changes = [{"step": 3, "optimizer.lr": [0.003, 0.001], "optimizer.clip": [1.0, 0.5]}]
         for path in list_checkpoints(tmp_path / "run" / "checkpoints")[:-1]:
             assert read_manifest(path).changes == changes, path
@@ -238,7 +238,7 @@ class TestChanges:
         assert third.config.optimizer.lr == 0.001
         assert third.run()
 
-    def test_changes_of_the_model_or_the_data_are_refused(self, corpus, tmp_path):
+    def test_changes_of_the_model_or_the_data_are_rejected(self, corpus, tmp_path):
         create_run(tiny(corpus), tmp_path / "run", silent).save()
         with pytest.raises(ValueError, match=r"changed: seed \(was 0, got 1\); to start another run from its weights:"):
             open_run(tmp_path / "run", {"seed": "1", "optimizer.lr": "1"}, silent)

@@ -27,11 +27,11 @@ def worker():
 
 def threads():
     """The names of this process's threads, without those that end meanwhile."""
-    found = []
+    names = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):
-            found.append((task / "comm").read_text())
-    return found
+            names.append((task / "comm").read_text())
+    return names
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs the names of threads")

@@ -115,10 +115,10 @@ class TestWeightsAndBiases:
     def test_a_failure_to_begin_is_one_line(self, corpus, tmp_path, monkeypatch):
         wandb = pytest.importorskip("wandb")
 
-        def refuse(**options):
+        def fail(**options):
             raise wandb.errors.UsageError("No API key configured.")
 
-        monkeypatch.setattr(wandb, "init", refuse)
+        monkeypatch.setattr(wandb, "init", fail)
         with pytest.raises(ValueError, match=r"No API key configured\. \(WANDB_MODE=offline logs to"):
             train(tiny(corpus, evaluation={"wandb": "mine"}), tmp_path / "run", report=silent)
 

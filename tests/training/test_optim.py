@@ -183,7 +183,7 @@ def test_a_restored_optimizer_continues_bit_for_bit(kind):
 
 
 @pytest.mark.parametrize("broken", [torch.ones((), dtype=torch.float16), torch.ones(2), torch.tensor(3)])
-def test_a_count_of_steps_of_another_kind_is_refused(broken):
+def test_a_count_of_steps_of_another_kind_is_rejected(broken):
     model = small_lm("Mamba3")
     optimizer = Optimizer(model, OptimizerSection(kind="adamw"))
     set_gradients(model)
@@ -193,7 +193,7 @@ def test_a_count_of_steps_of_another_kind_is_refused(broken):
         Optimizer(model, OptimizerSection(kind="adamw")).restore(saved)
 
 
-def test_a_state_of_the_other_optimizer_is_refused_by_name():
+def test_a_state_of_the_other_optimizer_is_rejected_by_name():
     model = small_lm("Mamba3")
     muon = Optimizer(model, OptimizerSection(kind="muon"))
     set_gradients(model)

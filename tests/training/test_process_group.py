@@ -90,8 +90,8 @@ def alone(rank, fields):
 
 
 def assert_same_run(directory, expected, tolerance=1e-7):
-    for found, wanted in zip(losses_of(directory), losses_of(expected), strict=True):
-        assert found == pytest.approx(wanted, rel=tolerance), (losses_of(directory), losses_of(expected))
+    for actual, reference in zip(losses_of(directory), losses_of(expected), strict=True):
+        assert actual == pytest.approx(reference, rel=tolerance), (losses_of(directory), losses_of(expected))
     ours, theirs = (MambaLM.from_pretrained(d).state_dict() for d in (directory, expected))
     for name in theirs:
         assert_near(ours[name], theirs[name], 1e-7, name)
@@ -196,9 +196,9 @@ def bfloat16_case(rank):
         trainer = create_run(config_of(fields, {**mesh, "reduce": "bfloat16"}), directory, silent, workers_of(rank))
         trainer.run(shown=False)
         if rank == 0:
-            found, wanted = losses_of(directory), losses_of(alone_bfloat16())
-            assert_near(torch.tensor(found[0]), torch.tensor(wanted[0]), 3e-2)
-            assert_near(torch.tensor(found[-1][:1]), torch.tensor(wanted[-1][:1]), 3e-2)
+            losses, alone_losses = losses_of(directory), losses_of(alone_bfloat16())
+            assert_near(torch.tensor(losses[0]), torch.tensor(alone_losses[0]), 3e-2)
+            assert_near(torch.tensor(losses[-1][:1]), torch.tensor(alone_losses[-1][:1]), 3e-2)
         dist.barrier()
 
 
@@ -272,10 +272,10 @@ WORKER_CASES[4] |= {
 
 
 @functools.cache
-def said(size):
+def messages(size):
     return run_cases(__name__, size)
 
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in WORKER_CASES.items() for name in cases])
 def test_workers_train_as_one_does(size, name):
-    assert not said(size)[name], said(size)[name]
+    assert not messages(size)[name], messages(size)[name]

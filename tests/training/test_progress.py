@@ -29,19 +29,19 @@ def show(steps):
 def screen(written, width):
     """The lines that a terminal shows after what was written to it."""
     lines, y, x = [""], 0, 0
-    for piece in re.findall(r"\x1b\[\d*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", written):
-        if piece == "\r":
+    for token in re.findall(r"\x1b\[\d*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", written):
+        if token == "\r":
             x = 0
-        elif piece == "\n":
+        elif token == "\n":
             y += 1
             lines += [""] * (y == len(lines))
-        elif piece == "\x1b[K":
+        elif token == "\x1b[K":
             lines[y] = lines[y][:x]
-        elif piece == "\x1b[1A":
+        elif token == "\x1b[1A":
             y -= 1
-        elif not piece.startswith("\x1b"):
-            lines[y] = lines[y][:x].ljust(x) + piece + lines[y][x + len(piece) :]
-            x += len(piece)
+        elif not token.startswith("\x1b"):
+            lines[y] = lines[y][:x].ljust(x) + token + lines[y][x + len(token) :]
+            x += len(token)
             assert x <= width, "a line that wraps cannot be erased"
     return [line.rstrip() for line in lines]
 

@@ -122,9 +122,9 @@ def own_rows_case(rank):
 
     def counting(get):
         def counted(stored, rows):
-            found = get(stored, rows)
-            read.append(found.numel())
-            return found
+            rows_read = get(stored, rows)
+            read.append(rows_read.numel())
+            return rows_read
 
         return counted
 
@@ -176,10 +176,10 @@ WORKER_CASES = {
 
 
 @functools.cache
-def said(size):
+def messages(size):
     return run_cases(__name__, size)
 
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in WORKER_CASES.items() for name in cases])
 def test_workers_read_what_others_wrote(size, name):
-    assert not said(size)[name], said(size)[name]
+    assert not messages(size)[name], messages(size)[name]

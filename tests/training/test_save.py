@@ -161,10 +161,10 @@ def failed_in_the_background_case(rank):
     trainer.save()
 
     def failing(write):
-        def written(part, place, *more):
+        def written(part, temporary, *more):
             if rank == 1:
-                raise OSError(28, "No space left on device", str(place / "model-00002-of-00002.safetensors"))
-            write(part, place, *more)
+                raise OSError(28, "No space left on device", str(temporary / "model-00002-of-00002.safetensors"))
+            write(part, temporary, *more)
 
         return written
 
@@ -249,10 +249,10 @@ WORKER_CASES = {
 
 
 @functools.cache
-def said(size):
+def messages(size):
     return run_cases(__name__, size)
 
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in WORKER_CASES.items() for name in cases])
 def test_workers_save_as_one(size, name):
-    assert not said(size)[name], said(size)[name]
+    assert not messages(size)[name], messages(size)[name]

@@ -1,4 +1,4 @@
-"""Tensors in pieces: any rows can be read, and files that do not belong together are refused."""
+"""Tensors in pieces: any rows can be read, and files that do not belong together are rejected."""
 
 import json
 
@@ -22,41 +22,41 @@ SPANS = {"a": [((4, 6), (0, 1)), ((1, 4), (6, 7))], "b": [((0, 5),), ()]}
 def write(directory, spans=SPANS, **changed):
     """Write two files; `changed` replaces what their headers say about a tensor."""
     files = []
-    for place in range(2):
-        pieces = {"count": WHOLE["count"]} if place == 0 else {}
+    for rank in range(2):
+        shards_by_name = {"count": WHOLE["count"]} if rank == 0 else {}
         for name, both in spans.items():
-            if both[place]:
-                rows = torch.cat([WHOLE[name][begin:end] for begin, end in both[place]])
-                pieces[name] = TensorShard(rows, both[place], len(WHOLE[name]))
-        files.append(directory / shard_file_name("model", place, 2))
-        write_shards(files[-1], pieces)
+            if both[rank]:
+                rows = torch.cat([WHOLE[name][begin:end] for begin, end in both[rank]])
+                shards_by_name[name] = TensorShard(rows, both[rank], len(WHOLE[name]))
+        files.append(directory / shard_file_name("model", rank, 2))
+        write_shards(files[-1], shards_by_name)
     if changed:
-        tensors = {name: x.rows if isinstance(x, TensorShard) else x for name, x in pieces.items()}
-        said = {name: {"rows": x.total, "spans": x.spans} for name, x in pieces.items()}
-        save_file(tensors, files[-1], metadata={"shards": json.dumps({**said, **changed})})
+        tensors = {name: x.rows if isinstance(x, TensorShard) else x for name, x in shards_by_name.items()}
+        shards = {name: {"rows": x.total, "spans": x.spans} for name, x in shards_by_name.items()}
+        save_file(tensors, files[-1], metadata={"shards": json.dumps({**shards, **changed})})
     return files
 
 
 def test_what_was_written_in_pieces_is_read_whole(tmp_path):
-    found = StoredTensors(write(tmp_path))
-    assert sorted(found) == sorted(WHOLE)
-    for name, x in found.whole().items():
+    stored = StoredTensors(write(tmp_path))
+    assert sorted(stored) == sorted(WHOLE)
+    for name, x in stored.whole().items():
         assert torch.equal(x, WHOLE[name])
-        assert x.dtype == found[name].dtype == WHOLE[name].dtype
+        assert x.dtype == stored[name].dtype == WHOLE[name].dtype
 
 
 def test_any_rows_can_be_read(tmp_path):
-    found = StoredTensors(write(tmp_path))["a"]
+    stored = StoredTensors(write(tmp_path))["a"]
     for begin in range(8):
         for end in range(begin, 8):
-            rows = found[begin:end]
+            rows = stored[begin:end]
             assert rows.shape == (end - begin, 3)
             assert torch.equal(rows, WHOLE["a"][begin:end])
 
 
 def test_a_worker_that_has_nothing_writes_a_file_that_can_be_read(tmp_path):
     """That is so for an optimizer before its first step."""
-    files = [tmp_path / shard_file_name("optimizer", place, 2) for place in range(2)]
+    files = [tmp_path / shard_file_name("optimizer", rank, 2) for rank in range(2)]
     write_shards(files[0], {"rng": torch.arange(3)})
     write_shards(files[1], {})
     assert list(StoredTensors(files)) == ["rng"]
@@ -64,22 +64,22 @@ def test_a_worker_that_has_nothing_writes_a_file_that_can_be_read(tmp_path):
 
 def test_rows_that_are_not_asked_for_are_not_read(tmp_path, monkeypatch):
     files = write(tmp_path)
-    found, opened = StoredTensors(files), []
+    stored, opened = StoredTensors(files), []
     file = StoredTensors.open_file
     monkeypatch.setattr(StoredTensors, "open_file", lambda self, path: opened.append(path) or file(self, path))
-    assert torch.equal(found["a"][4:6], WHOLE["a"][4:6])
+    assert torch.equal(stored["a"][4:6], WHOLE["a"][4:6])
     assert opened == files[:1]
 
 
 def test_what_was_read_does_not_change_with_the_file(tmp_path):
     files = write(tmp_path)
     stored = StoredTensors(files)
-    found = stored["b"][...], stored["count"][...]
+    values = stored["b"][...], stored["count"][...]
     stored.close()
     for file in files:
         file.write_bytes(bytes(file.stat().st_size))
-    assert torch.equal(found[0], WHOLE["b"])
-    assert torch.equal(found[1], WHOLE["count"])
+    assert torch.equal(values[0], WHOLE["b"])
+    assert torch.equal(values[1], WHOLE["count"])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_what_was_read_does_not_change_with_the_file(tmp_path):
     ],
     ids=str,
 )
-def test_a_header_that_does_not_say_which_rows_are_there_is_refused(tmp_path, entry):
+def test_a_header_that_does_not_say_which_rows_are_there_is_rejected(tmp_path, entry):
     with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors must list which rows of a "):
         StoredTensors(write(tmp_path, a=entry))
 
@@ -117,12 +117,12 @@ def test_a_header_that_does_not_say_which_rows_are_there_is_refused(tmp_path, en
         ({"rows": 8, "spans": [[1, 4], [6, 7]]}, r"rows of a as torch.float32 of shape \(7, 3\), got .* \(8, 3\)"),
     ],
 )
-def test_rows_that_overlap_or_are_missing_are_refused(tmp_path, entry, words):
+def test_rows_that_overlap_or_are_missing_are_rejected(tmp_path, entry, words):
     with pytest.raises(ValueError, match=words):
         StoredTensors(write(tmp_path, a=entry))
 
 
-def test_files_that_do_not_belong_together_are_refused(tmp_path):
+def test_files_that_do_not_belong_together_are_rejected(tmp_path):
     files = write(tmp_path)
     with pytest.raises(ValueError, match="each of the 7 rows of a"):
         StoredTensors(files[:1])
@@ -143,7 +143,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
 
 
 def test_the_numbers_of_files_must_be_complete():
-    numbered = [shard_file_name("model", place, 3) for place in range(3)]
+    numbered = [shard_file_name("model", rank, 3) for rank in range(3)]
     assert (
         list_shard_files("model", [*reversed(numbered), "config.json", "carried-00001-of-00002.safetensors"])
         == numbered

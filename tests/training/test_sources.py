@@ -15,7 +15,7 @@ from anymamba.training.data.sources import UnusableTextError, find_documents, fi
 from tests.training.cases import LENGTHS, tiny, write_corpus
 
 
-def found(*sources, field="text", format="auto", stdin=b""):
+def usable_documents(*sources, field="text", format="auto", stdin=b""):
     """The documents, all of which can be used."""
     documents, problems = find_documents(tuple(map(str, sources)), field, format, stdin)
     assert problems == []
@@ -29,7 +29,7 @@ def test_a_file_of_several_sources_is_read_once(tmp_path, monkeypatch, first):
     (tmp_path / "c" / "lines.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     monkeypatch.chdir(tmp_path)
     sources = (first, "c", "c/*.txt", str(tmp_path / "c" / "document3.txt"), str(tmp_path / "**" / "*.txt"))
-    documents = found(*sources)
+    documents = usable_documents(*sources)
     names = [f"document{i}.txt" for i in range(len(LENGTHS))]
     assert sorted(d.name for d in documents) == [*names, "lines.jsonl:1", "lines.jsonl:2"]
     train, held_out = split(documents, 0.3, b"")
@@ -37,19 +37,19 @@ def test_a_file_of_several_sources_is_read_once(tmp_path, monkeypatch, first):
 
 
 def test_names_under_a_pattern_do_not_depend_on_where_it_lies(tmp_path, monkeypatch):
-    here, there = tmp_path / "here", tmp_path / "further" / "away"
-    for place in (here, there):
-        write_corpus(place / "deep")
-    monkeypatch.chdir(here)
+    near, far = tmp_path / "here", tmp_path / "further" / "away"
+    for directory in (near, far):
+        write_corpus(directory / "deep")
+    monkeypatch.chdir(near)
     for pattern, below in (("**/*.txt", "deep/"), ("*/document?.txt", "deep/"), ("deep/doc*", "")):
-        for root in ("", "../here/", f"{here}/", f"{there}/"):
-            names = [d.name for d in found(root + pattern)]
+        for root in ("", "../here/", f"{near}/", f"{far}/"):
+            names = [d.name for d in usable_documents(root + pattern)]
             assert names == [f"{below}document{i}.txt" for i in range(len(LENGTHS))]
 
 
 def test_jsonl_globs_and_stdin_are_read(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"body": f"text {i}"}) for i in range(30)) + "\n\n")
-    documents = found(tmp_path / "*.jsonl", field="body")
+    documents = usable_documents(tmp_path / "*.jsonl", field="body")
     assert [d.read(b"") for d in documents] == [f"text {i}".encode() for i in range(30)]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"from a pipe " * 100)))
     corpus = prepare(tiny("-").data, tmp_path / "data", ByteTokenizer())
@@ -59,33 +59,33 @@ def test_jsonl_globs_and_stdin_are_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.ndjson"])
 def test_json_lines_are_known_by_name(tmp_path, name):
     (tmp_path / name).write_text('{"text": "one"}\n{"text": "two"}\n')
-    assert [d.read(b"") for d in found(tmp_path)] == [b"one", b"two"]
-    (whole,) = found(tmp_path, format="text")
+    assert [d.read(b"") for d in usable_documents(tmp_path)] == [b"one", b"two"]
+    (whole,) = usable_documents(tmp_path, format="text")
     assert whole.read(b"") == (tmp_path / name).read_bytes()
 
 
 def test_json_lines_of_other_names_and_of_stdin_are_read_if_asked(tmp_path):
     text = b'{"text": "one"}\n\n{"text": "two"}\n'
     (tmp_path / "a.json").write_bytes(text)
-    documents = found("-", tmp_path, format="jsonl", stdin=text)
+    documents = usable_documents("-", tmp_path, format="jsonl", stdin=text)
     assert [d.read(text) for d in documents] == [b"one", b"two"] * 2
-    assert [d.read(text) for d in found("-", tmp_path, stdin=text)] == [text, text]
+    assert [d.read(text) for d in usable_documents("-", tmp_path, stdin=text)] == [text, text]
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, lambda text: b"PAR1" + text])
 @pytest.mark.parametrize("where", ["books", "books/*", "books/text.txt", "-"])
-def test_packed_text_is_refused_whatever_its_name(tmp_path, monkeypatch, pack, where):
+def test_packed_text_is_rejected_whatever_its_name(tmp_path, monkeypatch, pack, where):
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "text.txt").write_bytes(packed := pack(b"text " * 100))
     monkeypatch.chdir(tmp_path)
     documents, (problem,) = find_documents((where,), "text", "auto", packed)
     assert documents == []
     assert problem.startswith(f"{'stdin' if where == '-' else 'books/text.txt'}: compressed or binary, not text")
-    assert [d.read(packed) for d in found(where, format="text", stdin=packed)] == [packed]
+    assert [d.read(packed) for d in usable_documents(where, format="text", stdin=packed)] == [packed]
 
 
 @pytest.mark.parametrize("name", ["a.txt.GZ", "a.zst", "a.zip", "a.parquet"])
-def test_packed_text_is_refused_by_its_name(tmp_path, name):
+def test_packed_text_is_rejected_by_its_name(tmp_path, name):
     (tmp_path / name).write_bytes(b"some of it")
     with pytest.raises(UnusableTextError, match="compressed or binary, not text; unpack it"):
         find_text(tiny(tmp_path).data)
@@ -175,7 +175,7 @@ class TestBadFiles:
         assert sorted(d.name for d in text.documents) == [f"document{i}.txt" for i in range(len(LENGTHS))]
         assert text.skipped == []
 
-    def test_excluding_everything_is_refused(self, mixed):
+    def test_excluding_everything_is_rejected(self, mixed):
         with pytest.raises(ValueError, match="folder: no text files there that are not excluded"):
             find_text(self.config(mixed, exclude=["*"]))
 
@@ -185,7 +185,7 @@ class TestBadFiles:
 
 
 def test_the_standard_library_is_there():
-    documents = found("stdlib")
+    documents = usable_documents("stdlib")
     assert len(documents) > 500
     assert "argparse.py" in {d.name for d in documents}
     train, held_out = split(documents, 0.02, b"")

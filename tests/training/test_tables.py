@@ -1,4 +1,4 @@
-"""Files of numbers, labels and texts: what is read, and what is refused with its line."""
+"""Files of numbers, labels and texts: what is read, and what is rejected with its line."""
 
 import json
 
@@ -15,10 +15,10 @@ def write(path, text):
 
 def test_a_row_of_a_table_is_a_sequence_or_a_step(tmp_path):
     source = write(tmp_path / "a.csv", "x0,x1,label\n1,2,a\n3,4.5,b\n\n")
-    found = read_tables([source], targets=["label"])
-    assert [x.tolist() for x in found.sequences] == [[[1], [2]], [[3], [4.5]]]
-    assert (found.targets, found.channels, found.columns) == ([["a"], ["b"]], ["value"], ["x0", "x1"])
-    assert found.places[1].endswith("a.csv, line 3")
+    table = read_tables([source], targets=["label"])
+    assert [x.tolist() for x in table.sequences] == [[[1], [2]], [[3], [4.5]]]
+    assert (table.targets, table.channels, table.columns) == ([["a"], ["b"]], ["value"], ["x0", "x1"])
+    assert table.places[1].endswith("a.csv, line 3")
     steps = read_tables([source], inputs=["x1", "x0"], steps=True)
     assert [x.tolist() for x in steps.sequences] == [[[2, 1], [4.5, 3]]]
     assert steps.channels == ["x1", "x0"]
@@ -26,28 +26,28 @@ def test_a_row_of_a_table_is_a_sequence_or_a_step(tmp_path):
 
 def test_a_column_names_the_sequence_of_a_step(tmp_path):
     source = write(tmp_path / "a.csv", "id,u,v,y\np,1,2,0.5\nq,3,4,0.1\np,5,6,0.5\n")
-    found = read_tables([source], targets=["y"], sequence="id")
-    assert [x.tolist() for x in found.sequences] == [[[1, 2], [5, 6]], [[3, 4]]]
-    assert (found.targets, found.channels) == ([["0.5"], ["0.1"]], ["u", "v"])
+    table = read_tables([source], targets=["y"], sequence="id")
+    assert [x.tolist() for x in table.sequences] == [[[1, 2], [5, 6]], [[3, 4]]]
+    assert (table.targets, table.channels) == ([["0.5"], ["0.1"]], ["u", "v"])
 
 
 def test_json_lines_have_texts_or_numbers(tmp_path):
     lines = [{"text": "héy", "label": "a"}, {"text": "b", "label": 2}]
-    found = read_tables([write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, lines)))], targets=["label"])
-    assert [x.tolist() for x in found.sequences] == [list("héy".encode()), [98]]
-    assert (found.targets, found.columns, found.is_text) == ([["a"], [2]], ["text"], True)
+    table = read_tables([write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, lines)))], targets=["label"])
+    assert [x.tolist() for x in table.sequences] == [list("héy".encode()), [98]]
+    assert (table.targets, table.columns, table.is_text) == ([["a"], [2]], ["text"], True)
     source = write(tmp_path / "b.jsonl", '{"x": [1, 2, 3], "y": [1, 2]}\n{"x": [4.5], "y": [3, 4]}')
-    found = read_tables([source], targets=["y"])
-    assert [x.tolist() for x in found.sequences] == [[[1], [2], [3]], [[4.5]]]
-    assert found.targets == [[1, 2], [3, 4]]
+    table = read_tables([source], targets=["y"])
+    assert [x.tolist() for x in table.sequences] == [[[1], [2], [3]], [[4.5]]]
+    assert table.targets == [[1, 2], [3, 4]]
 
 
 def test_arrays_with_targets_beside_them(tmp_path):
     np.save(tmp_path / "x.npy", np.arange(12.0).reshape(2, 3, 2))
     np.save(tmp_path / "y.npy", np.array([1, 0]))
-    found = read_tables([str(tmp_path / "x.npy")], targets=[str(tmp_path / "y.npy")])
-    assert found.sequences[1].tolist() == [[6, 7], [8, 9], [10, 11]]
-    assert found.targets == [[1], [0]]
+    table = read_tables([str(tmp_path / "x.npy")], targets=[str(tmp_path / "y.npy")])
+    assert table.sequences[1].tolist() == [[6, 7], [8, 9], [10, 11]]
+    assert table.targets == [[1], [0]]
     np.save(tmp_path / "series.npy", np.arange(5))
     assert read_tables([str(tmp_path / "series.npy")], steps=True).sequences[0].shape == (5, 1)
     two = [str(tmp_path / "series.npy")] * 2
@@ -84,7 +84,7 @@ def test_arrays_with_targets_beside_them(tmp_path):
         ("a.txt", "x", {}, "expected a file named .csv, .jsonl, .ndjson, .npy, got .txt"),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_its_line(tmp_path, name, text, options, message):
+def test_what_cannot_be_used_is_rejected_with_its_line(tmp_path, name, text, options, message):
     with pytest.raises(ValueError, match=message):
         read_tables([write(tmp_path / name, text)], **options)
 

@@ -1,4 +1,4 @@
-"""Runs on files: what they learn, how they resume, what they predict, and what they refuse."""
+"""Runs on files: what they learn, how they resume, what they predict, and what they reject."""
 
 import json
 import math
@@ -78,15 +78,15 @@ def test_every_kind_of_the_config_has_a_task():
 
 
 @pytest.mark.parametrize(
-    ("section", "found"),
+    ("section", "message"),
     [
         ({"family": "Mamba9"}, r"model\.family must be one of Mamba1, Mamba2, Mamba3, got 'Mamba9'"),
         ({"family": "Mamba1", "headdim": 8}, r"model\.headdim: Mamba1 has none, got 8"),
         ({"block": {"rope_fractoin": 1}}, r"model\.block\.rope_fractoin: no such field of Mamba3; did you mean rope_f"),
     ],
 )
-def test_fields_that_a_family_does_not_have_are_refused_before_the_first_step(section, found, files):
-    with pytest.raises(ValueError, match=found):
+def test_fields_that_a_family_does_not_have_are_rejected_before_the_first_step(section, message, files):
+    with pytest.raises(ValueError, match=message):
         make_task(config_of(files, "classification", model=section), silent)
 
 
@@ -130,8 +130,8 @@ def test_short_runs_learn(kind, name, level, files, tmp_path):
     """Chance reaches 0.5; the mean of two rates is off by 0.45, and the last value of the series by 19."""
     config = config_of(files, kind, schedule={"steps": 50}, evaluation={"every": 0})
     run = train(config, tmp_path, report=silent)
-    found, (baseline,) = run.evaluation.values[name], run.task.baselines.values()
-    assert (found >= level) if kind == "classification" else (found < level < baseline)
+    score, (baseline,) = run.evaluation.values[name], run.task.baselines.values()
+    assert (score >= level) if kind == "classification" else (score < level < baseline)
     assert "better (" in run.task.make_evaluation(1, {}, "").text
 
 
@@ -146,8 +146,8 @@ def test_a_forecast_continues_from_itself(files, tmp_path):
     x = torch.tensor((series - mean) / deviation, dtype=torch.float32)[None]
     for line in lines:
         y = predictor.model(x)[:, -1:]
-        found = torch.tensor([line["channel 0"], line["channel 1"]], dtype=torch.float64)
-        assert_near(found, y[0, 0].detach().double() * torch.tensor(deviation) + torch.tensor(mean), 1e-4)
+        forecast = torch.tensor([line["channel 0"], line["channel 1"]], dtype=torch.float64)
+        assert_near(forecast, y[0, 0].detach().double() * torch.tensor(deviation) + torch.tensor(mean), 1e-4)
         x = torch.cat([x, y.detach()], 1)
 
 
@@ -186,16 +186,16 @@ def test_hidden_bytes_are_those_of_the_step_and_real(files):
     assert not (hidden & ~real).any()
 
 
-def test_a_stack_that_cannot_be_is_refused_before_files_are_read():
+def test_a_stack_that_cannot_be_is_rejected_before_files_are_read():
     nowhere = {"task": "classification", "data": {"sources": ["nowhere.csv"], "targets": ["x"]}}
     with pytest.raises(ValueError, match="n_layer must be even, one layer per direction of a pair, got 3"):
         TabularConfig.from_dict({**nowhere, "model": {"n_layer": 3}})
     with pytest.raises(ValueError, match="schedule must be one of cyclic, stretched, or a list of layers, got 'odd'"):
         TabularConfig.from_dict({**nowhere, "model": {"bidirectional": False, "stack": {"schedule": "odd"}}})
     series = {"task": "next-value", "data": {"sources": ["nowhere.csv"]}}
-    for given in (nowhere, series):
+    for values in (nowhere, series):
         with pytest.raises(ValueError, match=r"its stack cannot have class tokens; model.pooling"):
-            TabularConfig.from_dict({**given, "model": {"stack": {"class_tokens": ["start"]}}})
+            TabularConfig.from_dict({**values, "model": {"stack": {"class_tokens": ["start"]}}})
 
 
 def test_every_sequence_comes_once_before_any_comes_again():
@@ -232,13 +232,13 @@ def test_a_config_is_read_from_a_file_and_options(tmp_path, files):
         ("classification", {"model": {"family": "Mamba9"}}, "Mamba9"),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_first_step(kind, sections, message, files, tmp_path):
+def test_what_cannot_work_is_rejected_before_the_first_step(kind, sections, message, files, tmp_path):
     with pytest.raises(ValueError, match=message):
         train(config_of(files, kind, **sections), tmp_path / "run", report=silent)
     assert not list_checkpoints(tmp_path / "run" / "checkpoints")
 
 
-def test_other_files_and_other_inputs_are_refused(files, tmp_path):
+def test_other_files_and_other_inputs_are_rejected(files, tmp_path):
     source = tmp_path / "waves.csv"
     source.write_bytes((files / "waves.csv").read_bytes())
     config = config_of(tmp_path, "classification")

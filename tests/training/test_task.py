@@ -110,11 +110,11 @@ def test_a_resumed_run_is_bit_equal(tmp_path):
 
 
 def test_a_solved_run_is_finished_for_good(tmp_path):
-    found = [
+    costs = [
         row.evaluation["cost"] for row in read_metrics(run(tmp_path / "a", config()).directory / "metrics.csv")[3::4]
     ]
-    assert found[0] > found[1]
-    early = config(sum={"solved_below": (found[0] + found[1]) / 2})
+    assert costs[0] > costs[1]
+    early = config(sum={"solved_below": (costs[0] + costs[1]) / 2})
     assert run(tmp_path / "b", early).step == 8
     weights = (tmp_path / "b" / "model.safetensors").read_bytes()
     again = run(tmp_path / "b", early)
@@ -123,7 +123,7 @@ def test_a_solved_run_is_finished_for_good(tmp_path):
     assert len(read_metrics(tmp_path / "b" / "metrics.csv")) == 8
 
 
-def test_another_config_or_other_data_is_refused(tmp_path, monkeypatch):
+def test_another_config_or_other_data_is_rejected(tmp_path, monkeypatch):
     run(tmp_path, config())
     with pytest.raises(ValueError, match=r"changed: sum\.rows \(was 4, got 5\)"):
         train_or_resume(SumTask(config(sum={"rows": 5})), tmp_path, silent)

@@ -67,8 +67,8 @@ class Launched:
         (directory / "config.toml").write_text(tables(config.to_dict()))
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         launch += ["-m", "anymamba", "train", directory / "config.toml", "--out", directory / "run"]
-        self.said, self.checkpoints = directory / "said.txt", directory / "run/checkpoints"
-        with self.said.open("w") as file:
+        self.output, self.checkpoints = directory / "output.txt", directory / "run/checkpoints"
+        with self.output.open("w") as file:
             self.agent = subprocess.Popen(launch, stdout=file, stderr=file, cwd=Path(__file__).parents[2])
 
     def __enter__(self):
@@ -92,18 +92,18 @@ class Launched:
     def until(self, holds):
         end = monotonic() + 300
         while not holds():
-            assert monotonic() < end, self.said.read_text()
+            assert monotonic() < end, self.output.read_text()
             sleep(0.1)
 
     def lines(self):
-        return [line for line in self.said.read_text().splitlines() if line.startswith("anymamba: ")]
+        return [line for line in self.output.read_text().splitlines() if line.startswith("anymamba: ")]
 
 
 def children(process):
     """The live children of a process, in the order of their ranks."""
-    found = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    ranks = {pid: dict(x.partition("=")[::2] for x in environment(pid)).get("RANK") for pid in found}
-    return [int(pid) for pid in sorted(found, key=lambda pid: ranks[pid] or "") if ranks[pid]]
+    pids = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    ranks = {pid: dict(x.partition("=")[::2] for x in environment(pid)).get("RANK") for pid in pids}
+    return [int(pid) for pid in sorted(pids, key=lambda pid: ranks[pid] or "") if ranks[pid]]
 
 
 def environment(process):
@@ -149,5 +149,5 @@ def test_workers_without_a_launcher_end_with_one_line(tmp_path):
         launched.agent.kill()
         launched.until(lambda: not any(map(is_alive, launched.world)))
         assert any("lost connection to the torchrun store" in x for x in launched.lines())
-        assert "Traceback" not in launched.said.read_text()
+        assert "Traceback" not in launched.output.read_text()
     check_whole(launched, tmp_path)

@@ -21,8 +21,8 @@ def test_pairs_are_those_of_the_training_text_alone(tmp_path):
     stdin = b"zq" * 40 + b"wv" * 400
     train, held_out = Document("train", None, 0, 80), Document("held out", None, 80)
     train_bpe(Text([train, held_out], [train], [held_out], stdin, []), 260, tmp_path / "tokenizer.json")
-    made = FileTokenizer(tmp_path / "tokenizer.json")
-    assert (made.vocab_size, made.end) == (260, [0])
-    assert len(made.encode("zq" * 8)) < 8
-    assert len(made.encode("wv" * 8)) == 16
-    assert made.decode(made.encode("zqä \n\U0001f600  \x00")) == "zqä \n\U0001f600  \x00"
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    assert (tokenizer.vocab_size, tokenizer.end) == (260, [0])
+    assert len(tokenizer.encode("zq" * 8)) < 8
+    assert len(tokenizer.encode("wv" * 8)) == 16
+    assert tokenizer.decode(tokenizer.encode("zqä \n\U0001f600  \x00")) == "zqä \n\U0001f600  \x00"

@@ -56,16 +56,16 @@ class TestTokenizers:
         """A tokenizer.json, and a file beside it that names the token at the end of a text."""
         from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-        made = Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.ByteLevel()
+        bpe = Tokenizer(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         learn = trainers.BpeTrainer(
             vocab_size=280, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False
         )
-        made.train([str(path) for path in corpus.iterdir()], learn)
+        bpe.train([str(path) for path in corpus.iterdir()], learn)
         file = tmp_path / "tokenizer" / "mine.json"
         file.parent.mkdir()
-        made.save(str(file))
+        bpe.save(str(file))
         (file.parent / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
         return file
 
@@ -73,8 +73,8 @@ class TestTokenizers:
         trainer = create_run(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", silent)
         assert trainer.run()
         for directory in (tmp_path / "run", *list_checkpoints(tmp_path / "run" / "checkpoints")):
-            found = load_tokenizer(None, directory, trainer.model.config.vocab_size)
-            assert found.end == [0]
+            loaded = load_tokenizer(None, directory, trainer.model.config.vocab_size)
+            assert loaded.end == [0]
             assert (directory / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
 
     def test_an_end_token_without_other_files_is_learned_and_exported(self, corpus, tmp_path, tokenizer):
@@ -118,9 +118,9 @@ class TestTokenizers:
         assert trainer.model.config.vocab_size == 280
         assert int((tokens.read(0, tokens.total) == 0).sum()) == len(tokens.lengths)  # an end to each document
         assert tokens.total < 0.7 * int(tokens.sizes.sum())
-        made = load_tokenizer(None, tmp_path / "run", 280)
+        tokenizer = load_tokenizer(None, tmp_path / "run", 280)
         text = "alpha  beta\n\tgamma ä\U0001f600"
-        assert (made.decode(made.encode(text)), made.end) == (text, [0])
+        assert (tokenizer.decode(tokenizer.encode(text)), tokenizer.end) == (text, [0])
         assert trainer.run()
         again = create_run(config, tmp_path / "again", silent)
         assert again.task.corpus.checksum == trainer.task.corpus.checksum
@@ -147,16 +147,16 @@ class TestTokenizers:
 def test_held_out_bits_count_every_byte(corpus, tmp_path):
     trainer = create_run(tiny(corpus, precision={"dtype": "float64"}), tmp_path / "run", silent)
     held_out, nats = trainer.task.corpus.held_out, 0.0
-    place = 0
+    offset = 0
     for length in held_out.lengths.tolist():
-        ids = held_out.read(place, place + length).unsqueeze(0)
-        place += length
+        ids = held_out.read(offset, offset + length).unsqueeze(0)
+        offset += length
         nats += math.log(256) + trainer.model(ids, labels=ids).loss.item() * (length - 1)
     trainer.task.evaluate(trainer.model, 0, torch.float64)
-    found = trainer.task.held_out
-    assert found.bits_per_byte == pytest.approx(nats / math.log(2) / held_out.total, rel=1e-12)
+    held_out_result = trainer.task.held_out
+    assert held_out_result.bits_per_byte == pytest.approx(nats / math.log(2) / held_out.total, rel=1e-12)
     corpus = trainer.task.corpus
-    assert found.baselines == {
+    assert held_out_result.baselines == {
         "byte 5-gram": corpus.ngram_bits / held_out.total,
         "xz -9": 8 * corpus.xz_bytes / held_out.total,
     }
@@ -188,7 +188,7 @@ def test_activation_checkpointing_changes_no_bit(corpus, tmp_path, mode, family)
         assert torch.equal(a.grad, b.grad), name
 
 
-def test_compiling_without_a_compiler_is_refused(corpus, tmp_path, monkeypatch):
+def test_compiling_without_a_compiler_is_rejected(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ValueError, match=r"needs a C\+\+ compiler: no-such-compiler was not found"):
         create_run(tiny(corpus, precision={"compile": True}), tmp_path / "run", silent)

@@ -22,35 +22,35 @@ T, HEADS, WIDTH, STATE = 2048, 8, 64, 64
 def inputs() -> dict[str, torch.Tensor]:
     """What a block of d_model 256 gives its scan for a text of 2,048 tokens."""
     torch.manual_seed(0)
-    made = {
+    tensors = {
         "x": torch.randn(1, T, HEADS, WIDTH),
         "dt": 0.1 * torch.rand(1, T, HEADS),
         "A": -torch.rand(HEADS),
         "B": torch.randn(1, T, 1, STATE),
         "C": torch.randn(1, T, 1, STATE),
     }
-    return {name: tensor.requires_grad_() for name, tensor in made.items()}
+    return {name: tensor.requires_grad_() for name, tensor in tensors.items()}
 
 
 def kept_memory(path: SsdPath) -> float:
     """MiB that are kept from forward to backward."""
-    given, kept = inputs(), {}
+    tensors, kept = inputs(), {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y, _ = ssd(**given, path=path)
+        y, _ = ssd(**tensors, path=path)
     y.sum().backward()
     return sum(kept.values()) / 2**20
 
 
 def timed(path: SsdPath) -> float:
     """Milliseconds of the processor, which other programs do not lengthen much, for a forward and a backward pass."""
-    given = inputs()
+    tensors = inputs()
     began = process_time()
-    y, _ = ssd(**given, path=path)
+    y, _ = ssd(**tensors, path=path)
     y.sum().backward()
     return 1e3 * (process_time() - began)
 
@@ -67,24 +67,24 @@ def measure(rounds: int = 7) -> dict[str, list[tuple[float, float]]]:
 def draw() -> None:
     """Measure, print and draw."""
     torch.set_num_threads(1)
-    found = measure()
+    medians = measure()
     print("| chunk length | " + " | ".join(map(str, LENGTHS)) + " |\n|---" + "|---" * len(LENGTHS) + "|")
-    for name, pairs in found.items():
+    for name, pairs in medians.items():
         print(f"| `{name}`, ms | " + " | ".join(f"{time:.0f}" for time, _ in pairs) + " |")
-    for name, pairs in found.items():
+    for name, pairs in medians.items():
         print(f"| `{name}`, MiB kept | " + " | ".join(f"{size:.0f}" for _, size in pairs) + " |")
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.4))
     titles = ("Processor time of forward and backward, ms", "Kept from forward to backward, MiB")
-    for i, (place, title) in enumerate(zip(axes, titles, strict=True)):
+    for i, (panel, title) in enumerate(zip(axes, titles, strict=True)):
         for name, color in ALGORITHMS.items():
-            place.plot(LENGTHS, [pair[i] for pair in found[name]], "o-", color=color, label=name, ms=4)
-        place.set_xscale("log", base=2)
-        plain_log(place)
-        place.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        place.set_xticks(LENGTHS, [str(length) for length in LENGTHS])
-        place.set_xlabel("chunk length")
-        place.set_title(title)
-        place.grid(axis="y", color="#e3e1dc", lw=0.7)
+            panel.plot(LENGTHS, [pair[i] for pair in medians[name]], "o-", color=color, label=name, ms=4)
+        panel.set_xscale("log", base=2)
+        plain_log(panel)
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.set_xticks(LENGTHS, [str(length) for length in LENGTHS])
+        panel.set_xlabel("chunk length")
+        panel.set_title(title)
+        panel.grid(axis="y", color="#e3e1dc", lw=0.7)
     axes[0].legend()
     save(figure, "chunks.png")
 

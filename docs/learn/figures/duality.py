@@ -26,10 +26,10 @@ def draw() -> None:
     heat(axes[1], products, "C Bᵀ: how well they match", root=True)
     heat(axes[2], matrix[head], "M = L ∘ C Bᵀ, times Δ", root=True)
     axes[0].set_ylabel("t, the token that reads")
-    for found in axes:
-        found.set_xlabel("s, the token that is read")
-    for found, sign in ((axes[1], "∘"), (axes[2], "=")):
-        found.text(-0.075, 0.5, sign, transform=found.transAxes, ha="center", va="center", fontsize=16, color=DIM)
+    for panel in axes:
+        panel.set_xlabel("s, the token that is read")
+    for panel, sign in ((axes[1], "∘"), (axes[2], "=")):
+        panel.text(-0.075, 0.5, sign, transform=panel.transAxes, ha="center", va="center", fontsize=16, color=DIM)
     save(figure, "duality.png")
 
     torch.manual_seed(0)
@@ -38,8 +38,8 @@ def draw() -> None:
         many = dual_matrix(channels, x)[0]
     figure, axes = plt.subplots(1, 4, figsize=(10, 2.8))
     order = many.abs().sum((1, 2)).argsort()
-    for found, channel in zip(axes, order[[0, 20, 40, 63]].tolist(), strict=True):
-        heat(found, many[channel], f"channel {channel}", root=True)
+    for panel, channel in zip(axes, order[[0, 20, 40, 63]].tolist(), strict=True):
+        heat(panel, many[channel], f"channel {channel}", root=True)
     axes[0].set_ylabel("t, the token that reads")
     save(figure, "channels.png")
 

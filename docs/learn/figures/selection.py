@@ -41,15 +41,15 @@ def draw(model: MambaLM) -> None:
     torch.manual_seed(0)
     fresh, ids = MambaLM(model.config), torch.tensor([list(TEXT.encode())])
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), width_ratios=(1, 1), sharey=True)
-    for i, place in enumerate(axes):
+    for i, panel in enumerate(axes):
         for state, color, name in ((fresh, "#b8bec4", "before training"), (model, ACCENT, "trained")):
             lives = horizons(*layers(state, ids)[i])[0].sort().values
-            place.plot(range(1, len(lives) + 1), lives.tolist(), "o-", color=color, label=name, ms=4, lw=1)
-        plain_log(place)
-        place.set_xticks(range(2, len(lives) + 1, 2))
-        place.set_title(f"Layer {i}: horizons of its heads, in tokens")
-        place.set_xlabel("heads, from the shortest horizon to the longest")
-        place.grid(axis="y", color="#e3e1dc", lw=0.7)
+            panel.plot(range(1, len(lives) + 1), lives.tolist(), "o-", color=color, label=name, ms=4, lw=1)
+        plain_log(panel)
+        panel.set_xticks(range(2, len(lives) + 1, 2))
+        panel.set_title(f"Layer {i}: horizons of its heads, in tokens")
+        panel.set_xlabel("heads, from the shortest horizon to the longest")
+        panel.grid(axis="y", color="#e3e1dc", lw=0.7)
     axes[0].legend()
     save(figure, "horizons.png")
 
@@ -58,13 +58,13 @@ def draw(model: MambaLM) -> None:
     order = horizons(block, x)[0].argsort()
     chosen = order[[len(order) // 4, len(order) // 2, -1]].tolist()
     figure, axes = plt.subplots(len(chosen), 1, figsize=(10, 4.8), sharex=True)
-    for place, head in zip(axes, chosen, strict=True):
+    for panel, head in zip(axes, chosen, strict=True):
         low = 0.7 * lives[:, head].min().item()  # so that the shortest bar is one
-        place.vlines(range(len(TEXT)), low, lives[:, head].tolist(), color=ACCENT, lw=3)
-        plain_log(place)
-        place.set_ylim(bottom=low)
-        place.set_title(f"Head {head}: half-life at each character, in tokens")
-        place.tick_params(bottom=False)
+        panel.vlines(range(len(TEXT)), low, lives[:, head].tolist(), color=ACCENT, lw=3)
+        plain_log(panel)
+        panel.set_ylim(bottom=low)
+        panel.set_title(f"Head {head}: half-life at each character, in tokens")
+        panel.tick_params(bottom=False)
     letters = [letter.replace("\n", "⏎").replace(" ", "·") for letter in TEXT]
     axes[-1].set_xticks(range(len(TEXT)), letters, fontsize=7, family="DejaVu Sans Mono")
     for label, letter in zip(axes[-1].get_xticklabels(), TEXT, strict=True):

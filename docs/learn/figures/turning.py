@@ -25,14 +25,14 @@ def draw_rules() -> None:
             averaged = decay * (averaged + 0.5 * size * before) + 0.5 * size * now
         fine = torch.linspace(0, 4, 200_001, dtype=torch.float64)
         exact = torch.trapezoid(torch.exp(-0.7 * (4 - fine)) * (torch.sin(3 * fine) + 0.5), fine).item()
-        for found, name in ((held, "Mamba-2's rule"), (averaged, "trapezoid, λ = 1/2")):
-            errors[name].append(abs(found - exact))
-    figure, place = plt.subplots(figsize=(5, 3.2))
+        for estimate, name in ((held, "Mamba-2's rule"), (averaged, "trapezoid, λ = 1/2")):
+            errors[name].append(abs(estimate - exact))
+    figure, panel = plt.subplots(figsize=(5, 3.2))
     for (name, values), color in zip(errors.items(), (DIM, ACCENT), strict=True):
-        place.loglog([4 / count for count in steps], values, "o-", color=color, label=name, ms=4)
-    place.set_xlabel("step size Δ")
-    place.set_title("Distance from the integral")
-    place.legend()
+        panel.loglog([4 / count for count in steps], values, "o-", color=color, label=name, ms=4)
+    panel.set_xlabel("step size Δ")
+    panel.set_title("Distance from the integral")
+    panel.legend()
     save(figure, "trapezoid.png")
 
 
@@ -55,14 +55,14 @@ def draw_parity(model: MambaLM) -> None:
     seen = seen - (seen[odd[0] == 1].mean() + seen[odd[0] == 0].mean()) / 2
     arrow = {"arrowstyle": "-|>", "lw": 2, "shrinkA": 0, "shrinkB": 0}
     figure, axes = plt.subplots(2, 12, figsize=(10, 2.4))
-    for t, place in enumerate(axes.flatten()):
+    for t, panel in enumerate(axes.flatten()):
         color, size = (PLUS if odd[0, t] else MINUS), seen.abs().max().item()
-        place.add_patch(plt.Circle((0, 0), 1, fill=False, color="#d6d3cd"))
+        panel.add_patch(plt.Circle((0, 0), 1, fill=False, color="#d6d3cd"))
         tip = (seen[t].real.item() / size, seen[t].imag.item() / size)
-        place.annotate("", xy=tip, xytext=(0, 0), arrowprops=arrow | {"color": color})
-        place.set_title(f"{drawn[0, t].item()}", loc="center", fontweight="bold" if drawn[0, t] else "normal")
-        place.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal")
-        place.axis("off")
+        panel.annotate("", xy=tip, xytext=(0, 0), arrowprops=arrow | {"color": color})
+        panel.set_title(f"{drawn[0, t].item()}", loc="center", fontweight="bold" if drawn[0, t] else "normal")
+        panel.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal")
+        panel.axis("off")
     figure.suptitle(
         "A pair of states after each bit, drawn from its center (orange: odd so far, blue: even)",
         fontsize=10.5, fontweight="bold", x=0.125, ha="left",
@@ -77,16 +77,16 @@ def draw_ranks() -> None:
     """A head with one input and output, and one with four."""
     torch.manual_seed(0)
     figure, axes = plt.subplots(1, 2, figsize=(8, 4))
-    for place, rank in zip(axes, (1, 4), strict=True):
+    for panel, rank in zip(axes, (1, 4), strict=True):
         block = Mamba3(d_model=32, d_state=16, headdim=16, is_mimo=rank > 1, mimo_rank=rank)
         block.dt_bias += 2
         block.B_bias += 0.7 * torch.randn_like(block.B_bias)
         block.C_bias += 0.7 * torch.randn_like(block.C_bias)
         matrix = dual_matrix(block, torch.randn(1, 12, 32))[0, 0]
-        heat(place, matrix, "SISO: 12 tokens" if rank == 1 else "MIMO: 12 tokens × 4 ranks", root=True)
+        heat(panel, matrix, "SISO: 12 tokens" if rank == 1 else "MIMO: 12 tokens × 4 ranks", root=True)
         for t in range(1, 12):
-            place.axhline(t * rank - 0.5, color="#e3e1dc", lw=0.6)
-            place.axvline(t * rank - 0.5, color="#e3e1dc", lw=0.6)
+            panel.axhline(t * rank - 0.5, color="#e3e1dc", lw=0.6)
+            panel.axvline(t * rank - 0.5, color="#e3e1dc", lw=0.6)
     save(figure, "ranks.png")
 
 

@@ -75,9 +75,9 @@ assert block.dt_bias.grad is not None
 assert ColumnParallelLinear is None
 params = InferenceParams(max_seqlen=12, max_batch_size=2)
 with torch.no_grad():
-    pieces = [block(u[:, :7], params)]
+    parts = [block(u[:, :7], params)]
     for t in range(7, 12):
         params.seqlen_offset = t
-        pieces.append(block(u[:, t : t + 1], params))
-assert torch.allclose(torch.cat(pieces, 1), whole, atol=1e-5)
+        parts.append(block(u[:, t : t + 1], params))
+assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
 print("done")
