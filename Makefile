@@ -133,7 +133,7 @@ bench: $(VENV)/.bench
 
 # The pictures of docs/learn: trains two small models (one is kept in runs/learn) and measures, a few minutes in all.
 figures: $(VENV)/.installed
-	for name in duality chunks selection turning; do $(BIN)/python docs/learn/figures/$$name.py || exit 1; done
+	for name in duality chunks selection rotation; do $(BIN)/python docs/learn/figures/$$name.py || exit 1; done
 
 # The documentation as pages in build/site that open from disk. A broken link is an error.
 site: $(VENV)/.installed

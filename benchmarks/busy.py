@@ -17,16 +17,16 @@ from functools import cache, partial
 
 from torch import Tensor
 
-from benchmarks.generation import our_model_with, prompt, stepping
+from benchmarks.generation import our_model_with, prompt, set_up_steps
 from benchmarks.harness import Call, Case, Contender
 
-TOKENS = 40  # of a call: long enough for the scheduler to settle
+TOKENS = 40  # per call: long enough for the scheduler to become steady
 _LIVES = 600  # seconds, if it is not ended earlier
 _SPIN = "import sys, time\nend = time.monotonic() + float(sys.argv[1])\nwhile time.monotonic() < end: pass"
 
 
 @cache
-def _neighbor() -> subprocess.Popen[bytes]:
+def _start_busy_program() -> subprocess.Popen[bytes]:
     """Start a program that only keeps a core busy, and stop it at once."""
     program = subprocess.Popen([sys.executable, "-c", _SPIN, str(_LIVES)])
     atexit.register(program.kill)
@@ -35,9 +35,9 @@ def _neighbor() -> subprocess.Popen[bytes]:
 
 
 @contextlib.contextmanager
-def _beside() -> Iterator[None]:
-    """Let the program run inside the context."""
-    program = _neighbor()
+def _busy_core() -> Iterator[None]:
+    """Keep a core busy inside the context."""
+    program = _start_busy_program()
     if program.poll() is not None:
         raise RuntimeError(f"the busy program ended after {_LIVES} seconds: measure fewer rounds")
     os.kill(program.pid, signal.SIGCONT)
@@ -49,10 +49,10 @@ def _beside() -> Iterator[None]:
 
 def set_up(weights: str, is_busy: bool, small: bool = False) -> Call:
     """Return a call that decodes tokens one after another."""
-    step = stepping(our_model_with(weights, small), prompt(1, 64), prompt(1, 1)[:, 0])
+    step = set_up_steps(our_model_with(weights, small), prompt(1, 64), prompt(1, 1)[:, 0])
 
     def run() -> dict[str, Tensor]:
-        with _beside() if is_busy else contextlib.nullcontext():
+        with _busy_core() if is_busy else contextlib.nullcontext():
             for _ in range(TOKENS - 1):
                 step()
             return dict(step())
@@ -66,7 +66,7 @@ def busy_case(weights: str) -> Case:
         Contender(
             name=name, setup=partial(set_up, weights, busy), tiny=partial(set_up, weights, busy, True), computes=weights
         )
-        for name, busy in (("alone", False), ("beside a busy program", True))
+        for name, busy in (("alone", False), ("with a busy program", True))
     )
     return Case(name=f"generation/busy/{weights}", contenders=contenders, baseline="alone")
 

@@ -106,7 +106,7 @@ def select_cases(globs: Sequence[str]) -> list[Case]:
     """
     for glob in globs:
         if not fnmatch.filter(CASES, glob):
-            raise LookupError(_unknown("case", glob, list(CASES)))
+            raise LookupError(_describe_unknown("case", glob, list(CASES)))
     if not globs:
         return [case for case in CASES.values() if not case.on_request]
     return [case for name, case in CASES.items() if any(fnmatch.fnmatch(name, glob) for glob in globs)]
@@ -144,11 +144,11 @@ def _contender(name: str) -> Contender:
     """Return the contender called CASE/CONTENDER."""
     everyone = {f"{case.name}/{contender.name}": contender for case in CASES.values() for contender in case.contenders}
     if name not in everyone:
-        raise LookupError(_unknown("contender", name, list(everyone)))
+        raise LookupError(_describe_unknown("contender", name, list(everyone)))
     return everyone[name]
 
 
-def _unknown(kind: str, name: str, known: list[str]) -> str:
+def _describe_unknown(kind: str, name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=5, cutoff=0.4)
     hint = f"near matches: {', '.join(near)}" if near else "--list shows all"
     return f"no {kind} matches {name!r}; {hint}"
@@ -184,7 +184,9 @@ class _Quick(argparse.Action):
     """The option --quick, an abbreviation of several others."""
 
     def __call__(self, _parser: object, namespace: argparse.Namespace, *_: object) -> None:
-        namespace.repeats, namespace.skip_heavy, namespace.memory = 3, True, False
+        namespace.repeats = 3
+        namespace.skip_heavy = True
+        namespace.memory = False
 
 
 def _positive(text: str) -> int:

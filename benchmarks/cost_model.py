@@ -127,7 +127,7 @@ class Message(NamedTuple):
     Attributes:
         kind: Kind of exchange.
         ranks: Number of ranks that take part.
-        size: Bytes of the whole result, or of what is sent to a neighbor.
+        size: Bytes of the whole result, or of what is sent to an adjacent rank.
     """
 
     kind: Kind
@@ -154,7 +154,7 @@ def messages(sizes: Sizes, mesh: Mesh, *, parts: int = 1, cp_rank: int = 0, grad
     """
     messages = []
     if mesh.shard > 1:
-        layers, rest = sizes.layers * _padded(sizes.layer, mesh.shard), _padded(sizes.rest, mesh.shard)
+        layers, rest = sizes.layers * _padded_size(sizes.layer, mesh.shard), _padded_size(sizes.rest, mesh.shard)
         # Layers are put together for the forward pass and for the backward pass, the rest stays together between them.
         messages.append(Message("all-gather", mesh.shard, parts * _WEIGHT * (2 * layers + rest)))
         messages.append(Message("reduce-scatter", mesh.shard, parts * gradient * (layers + rest)))
@@ -162,9 +162,9 @@ def messages(sizes: Sizes, mesh: Mesh, *, parts: int = 1, cp_rank: int = 0, grad
             messages.append(Message("all-reduce", mesh.copies, gradient * (layers + rest) // mesh.shard))
     elif mesh.copies > 1:
         messages.append(Message("all-reduce", mesh.copies, gradient * sizes.parameters))
-    neighbors = (cp_rank > 0) + (cp_rank + 1 < mesh.context)
-    if neighbors:
-        messages.append(Message("send", 2, parts * neighbors * sizes.layers * sizes.carried))
+    adjacent_ranks = (cp_rank > 0) + (cp_rank + 1 < mesh.context)
+    if adjacent_ranks:
+        messages.append(Message("send", 2, parts * adjacent_ranks * sizes.layers * sizes.carried))
     return messages
 
 
@@ -232,6 +232,6 @@ def _numbers(shapes: tuple[Shape, ...]) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
-def _padded(shapes: tuple[Shape, ...], shard: int) -> int:
+def _padded_size(shapes: tuple[Shape, ...], shard: int) -> int:
     """Return the size of parameters whose rows are sharded, each padded to the same number of rows on every rank."""
     return sum(-(-shape[0] // shard) * shard * math.prod(shape[1:]) for shape in shapes)

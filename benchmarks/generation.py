@@ -110,10 +110,10 @@ def set_up_decode(config: str, library: str, batch: int, t: int, small: bool = F
             return {"logits": out.logits[:, -1]}
 
         return forward(their_step)
-    return stepping(our_model(config, small), ids_bt, ids_b, by_modules=library == MODULES)
+    return set_up_steps(our_model(config, small), ids_bt, ids_b, by_modules=library == MODULES)
 
 
-def stepping(model: MambaLM, ids_bt: Tensor, ids_b: Tensor, by_modules: bool = False) -> Call:
+def set_up_steps(model: MambaLM, ids_bt: Tensor, ids_b: Tensor, by_modules: bool = False) -> Call:
     """Return a call that takes our steps after a prompt, as `generate` does or by the model's own modules."""
     with torch.no_grad():
         state = prefill(model, ids_bt).cache
@@ -132,7 +132,7 @@ def stepping(model: MambaLM, ids_bt: Tensor, ids_b: Tensor, by_modules: bool = F
 
 def set_up_decode_in(dtype: str, small: bool = False) -> Call:
     """Return a call that decodes with weights of another dtype, of which there are fewer bytes to read."""
-    return stepping(our_model_in(dtype, small), prompt(1, 64), prompt(1, 1)[:, 0])
+    return set_up_steps(our_model_in(dtype, small), prompt(1, 64), prompt(1, 1)[:, 0])
 
 
 IN_BFLOAT16 = ", computing in bfloat16"
@@ -152,7 +152,7 @@ def our_model_with(weights: str, small: bool = False) -> MambaLM:
 
 def set_up_decode_with(weights: str, batch: int, small: bool = False) -> Call:
     """Return a call that decodes one token per row."""
-    return stepping(our_model_with(weights, small), prompt(batch, 64), prompt(batch, 1)[:, 0])
+    return set_up_steps(our_model_with(weights, small), prompt(batch, 64), prompt(batch, 1)[:, 0])
 
 
 def set_up_prefill_with(weights: str, t: int, small: bool = False) -> Call:

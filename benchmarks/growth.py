@@ -14,7 +14,7 @@ from pathlib import Path
 from anymamba.core.io import atomic_write
 
 CASE = "kernels/growth"
-BAND = 0.1  # around the time a token takes at the baseline's length
+BAND = 0.1  # around the time per token at the baseline's length
 
 
 def read_growth(path: Path) -> tuple[dict[int, float], int]:
@@ -66,7 +66,7 @@ def main() -> int:
     plot_growth(times, baseline, options.picture)
     level = times[baseline] / baseline
     for t, ms in sorted(times.items()):
-        print(f"{t:8} tokens {ms:10.1f} ms {ms / t / level:6.2f} of the time a token takes at {baseline}")
+        print(f"{t:8} tokens {ms:10.1f} ms {ms / t / level:6.2f} of the time per token at {baseline}")
     return 0
 
 

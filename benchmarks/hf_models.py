@@ -1,6 +1,6 @@
 """transformers' own models and mixers, plain and accelerated, at the shapes of published models.
 
-The same module is timed twice, once before and once after `accelerate`, with its projections alone beside it where the
+The same module is timed twice, once before and once after `accelerate`, compared with its projections alone where the
 case is a mixer, and our own language model on the same weights where there is one.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from anymamba import MambaLM
 from anymamba.core.linear import apply_linear
 from anymamba.integrations.transformers import accelerate
-from benchmarks.generation import stepping
+from benchmarks.generation import set_up_steps
 from benchmarks.harness import Call, Case, Contender, forward, forward_backward
 
 Variant = Literal["transformers", "accelerated", "projections alone", "MambaLM"]
@@ -156,7 +156,7 @@ def set_up_model_token(shape: str, batch: int, variant: Variant, tiny: bool = Fa
     """Return a call of a model for one token per row, after a short prompt; the cache advances with every call."""
     if variant == "MambaLM":
         ids = _ids(batch, 17)
-        return stepping(_our_model(shape, tiny), ids[:, :16], ids[:, 16])
+        return set_up_steps(_our_model(shape, tiny), ids[:, :16], ids[:, 16])
     model = _variant(shape, variant, tiny)
     ids = _ids(batch, 17)
     name = "cache_params" if SHAPES[shape][0] in ("Mamba", "Mamba2") else "past_key_values"

@@ -46,12 +46,10 @@ class Projections(nn.Module):
         block = our_block(shape)
         self.width = block.config.d_inner
         self.rank = block.config.dt_width
-        self.in_proj, self.x_proj, self.dt_proj, self.out_proj = (
-            block.in_proj,
-            block.x_proj,
-            block.dt_proj,
-            block.out_proj,
-        )
+        self.in_proj = block.in_proj
+        self.x_proj = block.x_proj
+        self.dt_proj = block.dt_proj
+        self.out_proj = block.out_proj
 
     def forward(self, x: Tensor) -> Tensor:
         """Project in, select, and project out."""

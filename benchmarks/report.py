@@ -71,7 +71,7 @@ class Report:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` beside `path` and rename it, so that `path` is never half written."""
+    """Write `text` to a temporary file and rename it, so that `path` is never half written."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text)
     temporary.replace(path)

@@ -150,7 +150,7 @@ def plot(options: argparse.Namespace, target: Path) -> None:
     for name, width, style in (("all heads", fields["d_model"], "-"), ("grouped heads", GROUPED, "--")):
         moved = [ring_attention_bytes(fields["n_layer"], width, t, 8) for t in lengths]
         left.plot(lengths, moved, style, color="tab:red", label=f"ring attention, {name}")
-    styles = (("tab:green", "-"), ("tab:blue", "-"), ("tab:orange", "--"))  # the last two lie on each other
+    styles = (("tab:green", "-"), ("tab:blue", "-"), ("tab:orange", "--"))  # the last two coincide
     for (name, sizes), (color, style) in zip(families.items(), styles, strict=True):
         moved = [sent(sizes, Mesh(context=8)) - sent(sizes, Mesh(replicate=8))] * len(lengths)
         left.plot(lengths, moved, style, color=color, label=f"context, {name}")

@@ -56,15 +56,15 @@ SEGMENT_LEN = 256
 
 
 @contextmanager
-def serving(directory: str, *options: str, threads: int = 2) -> Iterator[Target]:
+def start_server(directory: str, *options: str, threads: int = 2) -> Iterator[Target]:
     """Start our server of a model in a separate process."""
     command = [sys.executable, "-m", "anymamba", "serve", directory, "--port", "0", "--threads", str(threads), *options]
-    with process_of(command) as target:
+    with start_process(command) as target:
         yield target
 
 
 @contextmanager
-def process_of(command: list[str]) -> Iterator[Target]:
+def start_process(command: list[str]) -> Iterator[Target]:
     """Start a server, wait for the line with its address, and stop it at the end of the context."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
@@ -84,7 +84,7 @@ def process_of(command: list[str]) -> Iterator[Target]:
 
 
 @contextmanager
-def saved(model: MambaLM) -> Iterator[str]:
+def save_model(model: MambaLM) -> Iterator[str]:
     """Write a model with random weights, and a tokenizer in which every token is a word, into a directory."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -138,7 +138,7 @@ def throughput(name: str, clients: list[int], rounds: int, waves: int, tiny: boo
     model = our_model(name, tiny)
     print(f"| {name}: clients | server, tokens/s | generate | ratio | prompts one by one | ratio | first token, p50 |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
-    with saved(model) as directory, serving(directory) as target:
+    with save_model(model) as directory, start_server(directory) as target:
         served = TargetModel(Path(directory).name, model.config.vocab_size)
         for count in clients:
             load(target, served, count, 1, 99)
@@ -164,7 +164,7 @@ def llama(server: str, weights: str, clients: list[int], rounds: int, waves: int
     off = ("--cache-ram", "0", "--ctx-checkpoints", "0", "--no-ui")
     theirs = [server, "-m", file, "-np", "8", "-t", "2", "-c", "8192", "--port", str(free_port()), *off]
     options = () if weights == "float32" else ("--weights", weights)
-    with saved(model) as directory, serving(directory, *options) as ours, process_of(theirs) as other:
+    with save_model(model) as directory, start_server(directory, *options) as ours, start_process(theirs) as other:
         names = {
             ours: TargetModel(Path(directory).name, model.config.vocab_size),
             other: TargetModel(file, model.config.vocab_size),
@@ -224,7 +224,7 @@ def post(target: Target, body: dict[str, Any]) -> Any:
 
 
 async def talk(target: Target, model: str, turns: int, seed: int) -> tuple[list[float], list[int]]:
-    """A conversation: seconds to the first token of each turn, and tokens that were read for it."""
+    """Hold a conversation; return the seconds to the first token of each turn, and the tokens read for it."""
     chance, messages, seconds, read = random.Random(seed), [], [], []
     for _ in range(turns):
         messages.append({"role": "user", "content": " ".join(f"w{chance.randrange(50_000)}" for _ in range(READ))})
@@ -248,7 +248,7 @@ def turns(name: str, conversations: int, tiny: bool) -> None:
     """Print the time to the first token by turn of a conversation whose turns have equally much new text."""
     print(f"| {name}: turn | time to first token (median of {conversations}) | tokens read |")
     print("|---:|---:|---:|")
-    with saved(our_model(name, tiny)) as directory, serving(directory) as target:
+    with save_model(our_model(name, tiny)) as directory, start_server(directory) as target:
         served = Path(directory).name
         asyncio.run(talk(target, served, 2, 10_000))
         timings = [asyncio.run(talk(target, served, 20, seed)) for seed in range(conversations)]
@@ -282,9 +282,9 @@ def memory(count: int, long: int, short: int) -> None:
     width = TWO_SMALL_LAYERS.d_model
     print(f"Mamba-2, two layers, d_model {width}: {size / 2**10:.0f} KiB of state per conversation\n")
     for tokens in (short, long):
-        with saved(model) as directory, serving(directory, *patient, threads=1) as target:
+        with save_model(model) as directory, start_server(directory, *patient, threads=1) as target:
             # Reading a long prompt takes memory for a while, which the process keeps. Both servers read two of them
-            # first and one at the end: otherwise short conversations would lie where the long prompts had been.
+            # first and one at the end: otherwise short conversations would be stored where the long prompts had been.
             open_conversations(target, vocab, 2, long + 1)
             before = resident(target)
             open_conversations(target, vocab, count, tokens)
@@ -303,9 +303,9 @@ def main() -> int:
         prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("throughput", help="tokens a second beside generate")
+    one = commands.add_parser("throughput", help="tokens per second compared with generate")
     one.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 64])
-    two = commands.add_parser("llama", help="tokens a second beside llama.cpp's server")
+    two = commands.add_parser("llama", help="tokens per second compared with llama.cpp's server")
     two.add_argument("--server", required=True, metavar="PATH", help="the program llama-server")
     two.add_argument("--weights", choices=["float32", "bfloat16", "int8", "int4"], default="float32")
     two.add_argument("--clients", type=int, nargs="+", default=[1, 8])

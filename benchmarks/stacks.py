@@ -1,7 +1,7 @@
 """The cases of stacks: both directions against blocks and flips by hand, virtual layers, the horizon, a classifier.
 
 A case of the horizon has a contender for each depth, of which only the last passes keep a graph: what they need above
-their parameters and inputs should not grow with depth, as it does in the case beside it, where all passes keep one.
+their parameters and inputs should not grow with depth, as it does in the other case, where all passes keep one.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def report(measured: dict[Choice, Measured], present: Choice, isa: str) -> str:
     choice = best(measured, present)
     height, width = choice.tile.split("x")
     kept = " (as now)" if choice == present else ""
-    lines += ["", f"{isa}{kept}:", f"  csrc/simd.h: constexpr int kOwnTile[2] = {{{height}, {width}}};"]
+    lines += ["", f"{isa}{kept}:", f"  csrc/simd/simd.h: constexpr int kOwnTile[2] = {{{height}, {width}}};"]
     return "\n".join([*lines, f"  kernels/cpu/scan_kernels.py: CHUNK_ROWS = {choice.chunk_rows}"])
 
 

@@ -29,12 +29,12 @@ class Labeled(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Number of positions that are read."""
+        """Return the number of positions that are read."""
         return self.inputs.numel()
 
     @property
     def loss_terms(self) -> int:
-        """Number of labels that are scored."""
+        """Return the number of labels that are scored."""
         return int((self.labels != IGNORED).sum())
 
     def to(self, device: torch.device) -> Labeled:

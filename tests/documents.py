@@ -102,7 +102,7 @@ def blocks(page):
 
 
 def check(block):
-    """Raise for a block that nobody can run."""
+    """Raise for a block that cannot be run."""
     if block.language == "python":
         tree = ast.parse(block.code, block.location)
         for node in ast.walk(tree):

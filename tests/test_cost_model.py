@@ -150,7 +150,7 @@ def bytes_on_the_wire():
 
 
 def wire_case(rank):
-    """A ring sends as much as predicted; gloo's reduce-scatter sends as much as its all-reduce, twice what it needs."""
+    """Check that a ring sends as much as predicted, and gloo's reduce-scatter as much as its all-reduce, twice that."""
     size, number = dist.get_world_size(), 2**18
     whole, part = torch.ones(size * number), torch.ones(number)
     one = Message("all-reduce", size, whole.nbytes)

@@ -179,7 +179,7 @@ def test_an_algorithm_is_a_path_that_scans(row):
 
 
 def scan_names(b=2, t=12, h=4, p=3, g=2, n=5):
-    """Tensors of a scan, flat and in chunks of four."""
+    """Return the tensors of a scan, flat and in chunks of four."""
     torch.manual_seed(0)
     v, k, q = torch.randn(b, t, 1, h, p, dtype=D), *torch.randn(2, b, t, 1, g, n, dtype=D)
     log_decay, gamma, kappa, dt = torch.rand(4, b, t, h, dtype=D)
@@ -202,7 +202,7 @@ def scan_names(b=2, t=12, h=4, p=3, g=2, n=5):
 
 
 def recurrence(v, k, q, log_decay, gamma, kappa, state, before=None):
-    """The trapezoid, step by step, of one rank."""
+    """Compute the trapezoid step by step, for one rank."""
     heads = v.shape[3] // k.shape[3]
     k, q = (x.squeeze(2).repeat_interleave(heads, dim=2) for x in (k, q))
     v, ys = v.squeeze(2), []
@@ -289,7 +289,7 @@ def test_a_call_runs(row):
 
 
 def network_checks():
-    """What the networks of some rows show when they run, by their name in burn-mamba."""
+    """Return checks of the networks of some rows, by their name in burn-mamba."""
     return {
         "`Schedule::Cyclic`, with `n_virtual_layers`": lambda s: s.config.layer_order() == [0, 1, 0, 1, 0],
         "`Schedule::Stretched`": lambda s: s.config.layer_order() == [0, 0, 0, 1, 1],

@@ -50,7 +50,10 @@ class AutoencoderTask(LabeledTask):
     def __init__(self, config: AutoencoderConfig, digits: Digits) -> None:
         """Keep the config and the images."""
         self.config = config
-        self.training, self.validation, self.test = (part.inputs.float() / BRIGHTEST for part in digits)
+        training, validation, test = (part.inputs.float() / BRIGHTEST for part in digits)
+        self.training = training
+        self.validation = validation
+        self.test = test
 
     @property
     def fingerprint(self) -> str:

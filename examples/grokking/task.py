@@ -70,9 +70,11 @@ class GrokkingTask(LabeledTask):
         sums = numbers.sum(1) % c.modulus
         order = np.random.default_rng(config.seed).permutation(len(numbers))
         cut = round(c.share * len(numbers))
-        self.training, self.test = (
+        training, test = (
             Labeled(torch.from_numpy(numbers[part]), torch.from_numpy(sums[part])) for part in np.split(order, [cut])
         )
+        self.training = training
+        self.test = test
 
     @property
     def fingerprint(self) -> str:

@@ -114,12 +114,12 @@ class TrackingBatch(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that are read."""
+        """Return the number of tokens that are read."""
         return self.inputs.numel()
 
     @property
     def loss_terms(self) -> int:
-        """Number of answers."""
+        """Return the number of answers."""
         return self.answers.numel()
 
     def to(self, device: torch.device) -> TrackingBatch:

@@ -9,7 +9,7 @@ from tests.support import FLOOR, assert_near
 
 
 def through_the_matrix(block, x, cache=None):
-    """The block's output with its scan replaced by the matrix."""
+    """Compute the block's output with its scan replaced by the matrix."""
     terms = recurrence(block, x, cache)
     y = dual_matrix(block, x, cache) @ values(block, x, cache) + initial_state_term(block, x, cache)
     return terms.finish(unflatten_ranks(y, terms.v.shape[2]) + terms.skip)

@@ -74,11 +74,11 @@ def test_step_sizes_are_those_of_the_formula():
 
 
 @pytest.mark.parametrize("rotation", ["complex", "quaternion", "fixed"])
-def test_turns_add_up_to_the_rotation_of_the_cache(rotation):
+def test_rotations_add_up_to_the_rotation_of_the_cache(rotation):
     torch.manual_seed(3)
     block = Mamba3(d_model=16, d_state=8, headdim=8, rope_fraction=1, rotation=rotation, dtype=torch.float64)
     x = torch.randn(1, 6, 16, dtype=torch.float64)
-    if rotation == "quaternion":  # turns about different axes do not add up, but the first is the rotation
+    if rotation == "quaternion":  # rotations about different axes do not add up, but the first is the rotation
         rotation_state, angle = block.prefill(x[:, :1])[1].rotation, rotation_angles(block, x)[:, 0]
         assert_near(rotation_state[..., 0], (angle / 2).cos(), EXACT)
         return
@@ -88,7 +88,7 @@ def test_turns_add_up_to_the_rotation_of_the_cache(rotation):
     assert_near(rotation_state.sin(), angle.sin(), EXACT)
 
 
-def test_only_states_of_mamba3_turn():
+def test_only_states_of_mamba3_rotate():
     with pytest.raises(ValueError, match="expected a block with rotated states, got a Mamba2"):
         rotation_angles(Mamba2(d_model=16, headdim=8), torch.randn(1, 2, 16))
 

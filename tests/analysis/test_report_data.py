@@ -35,7 +35,7 @@ def unpacked(series):
 
 
 def lower_triangle(matrix):
-    """The weights as the page unpacks them."""
+    """Return the weights as the page unpacks them."""
     levels = np.frombuffer(base64.b64decode(matrix["data"]), "i1") / 127
     weights = np.zeros((matrix["side"], matrix["side"]))
     weights[np.tril_indices(matrix["side"])] = levels**3 * matrix["most"]

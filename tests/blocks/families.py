@@ -65,13 +65,13 @@ FEW_BY_ALGORITHM = [(options, name) for options, (family, _) in FEW.items() for 
 
 
 def make_block(options, dtype=torch.float64):
-    """A block with all parameters away from their initial ones and zeros, so that each plays a part."""
+    """Make a block with all parameters away from their initial ones and zeros, so that each plays a part."""
     family, fields = OPTIONS[options]
     block = family(**{**SIZES[family], **fields}, dtype=dtype)
     for name, parameter in block.named_parameters():
         if name in ("B_bias", "C_bias", "D", "init_states", "norm.weight") or "mimo" in name or "_norm" in name:
             parameter.data += 0.3 * torch.randn_like(parameter)
-    if isinstance(block, Mamba3):  # turns and decays that matter within a few tokens
+    if isinstance(block, Mamba3):  # rotations and decays that matter within a few tokens
         block.dt_bias.data += 3
     return block
 
@@ -81,7 +81,7 @@ def tensors_of(cache):
 
 
 def random_cache(block, rows):
-    """A cache of random leaves; unit quaternions where the cache holds those."""
+    """Make a cache of random leaves; unit quaternions where the cache holds those."""
     empty = block.init_cache(rows)
     leaves = {name: torch.randn(x.shape, dtype=x.dtype) for name, x in tensors_of(empty).items()}
     if getattr(block.config, "rotation", None) == "quaternion":
@@ -90,7 +90,7 @@ def random_cache(block, rows):
 
 
 def unroll(block, x, cache):
-    """`step` over every token."""
+    """Call `step` on every token."""
     ys = []
     for t in range(x.shape[1]):
         y, cache = block.step(x[:, t], cache)
@@ -99,9 +99,9 @@ def unroll(block, x, cache):
 
 
 def results(block, x, cache, run, leaves=None):
-    """Outputs, every cache field, and the gradients of the input, all parameters and the incoming cache.
+    """Return outputs, every cache field, and the gradients of the input, all parameters and the incoming cache.
 
-    An angle counts by its cosine and sine: it is kept modulo a full turn.
+    An angle counts by its cosine and sine: it is kept modulo a full circle.
     """
     x = x.detach().clone().requires_grad_()
     y, new = run(block, x, cache)

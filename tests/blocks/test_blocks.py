@@ -73,7 +73,7 @@ def test_float32_prefill_equals_steps_to_the_floor(options):
 
 
 def make_like(block):
-    """The same block in float64."""
+    """Make the same block in float64."""
     wide = type(block)(block.config, dtype=torch.float64)
     wide.load_state_dict(block.state_dict())
     return wide

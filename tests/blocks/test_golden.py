@@ -39,7 +39,7 @@ def test_all_recorded_options_are_here():
 
 
 def outcome(block, tensors, run):
-    """Outputs, the states that the official cache holds, and gradients, by name."""
+    """Return outputs, the states that the official cache holds, and gradients, by name."""
     u = tensors["input.u"].to(block.in_proj.weight.dtype).detach().requires_grad_()
     y, cache = run(block, u)
     parameters = dict(block.named_parameters())
@@ -55,13 +55,13 @@ def outcome(block, tensors, run):
 
 @functools.cache
 def exact(file):
-    """The same in float64."""
+    """Compute the same in float64."""
     block, tensors = read(file)
     return outcome(block.double(), tensors, lambda b, u: b.prefill(u, path=SsdPath("recurrent")))
 
 
 def assert_exact(actual, file, tolerance):
-    """Near float64; an angle modulo a full turn."""
+    """Assert that results are near those in float64; angles are compared modulo a full circle."""
     for name, x in actual.items():
         expected = exact(file)[name]
         if name == "state.angle":

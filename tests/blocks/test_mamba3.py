@@ -22,13 +22,13 @@ D = torch.float64
 
 
 def capture(block, x):
-    """What the block hands to its recurrence: x, normed B and C, dt, log-decay, gamma, kappa and rates of turning."""
+    """Return what the block passes to its recurrence: x, normed B and C, dt, log-decay, gamma, kappa, angular rates."""
     _, xs, k, q, *raw = block._split(block.in_proj(x))
     return xs, block.B_norm(k), block.C_norm(q), *block._discretize(raw, None)
 
 
 def recur(block, x, **changed):
-    """The recurrence of the block on what it hands over, but for what is changed."""
+    """Run the block's recurrence on what `capture` returns, with some of it replaced."""
     xs, k, q, dt, log_decay, gamma, kappa, rate = capture(block, x)
     tokens = {"dt": dt, "log_decay": log_decay, "gamma": gamma, "kappa": kappa} | changed
     cache, config = block.init_cache(x.shape[0]), block.config
@@ -52,7 +52,7 @@ def recur(block, x, **changed):
 
 
 def values_of(block, xs):
-    """(b, t, h, p) -> (b, t, r, h, p)."""
+    """Map (b, t, h, p) to (b, t, r, h, p)."""
     return xs.unsqueeze(2) * (block.mimo_x.transpose(0, 1) if block.config.is_mimo else 1)
 
 
@@ -83,7 +83,7 @@ def test_without_trapezoid_and_rotation_the_recurrence_is_mamba2s(monkeypatch):
 
 @pytest.mark.parametrize("options", ["mamba3 groups", "mamba3 mimo 2", "mamba3 mimo 4"])
 def test_rotating_the_state_equals_rotating_keys_and_queries(options):
-    """The state itself turned back by each token's angle, with keys and queries left alone."""
+    """Rotate the state itself back by each token's angle, with keys and queries left alone."""
     block = make_block(options)
     x = torch.randn(2, 9, 16, dtype=D)
     xs, k, q, dt, log_decay, gammas, kappas, rate = capture(block, x)
@@ -101,7 +101,7 @@ def test_rotating_the_state_equals_rotating_keys_and_queries(options):
         angle = dt[:, t, :, None] * rate[:, t][:, None]
         cos, sin = angle.cos().unsqueeze(2), angle.sin().unsqueeze(2)
 
-        def turn_back(s, cos=cos, sin=sin):
+        def rotate_back(s, cos=cos, sin=sin):
             out = s.clone()
             out[..., firsts] = s[..., firsts] * cos + s[..., seconds] * sin
             out[..., seconds] = s[..., seconds] * cos - s[..., firsts] * sin
@@ -109,14 +109,14 @@ def test_rotating_the_state_equals_rotating_keys_and_queries(options):
 
         alpha, gamma, kappa = (m[:, t, :, None, None] for m in (torch.exp(log_decay), gammas, kappas))
         now = torch.einsum("brhp,brhn->bhpn", v[:, t], k[:, t])
-        state = alpha * turn_back(state + kappa * before) + gamma * now
+        state = alpha * rotate_back(state + kappa * before) + gamma * now
         before = now
         expected.append(torch.einsum("bhpn,brhn->brhp", state, q[:, t]) + block.D.unsqueeze(-1) * v[:, t])
     assert_near(recur(block, x)[0], torch.stack(expected, 1), FLOOR[D])
 
 
 def test_a_quaternion_about_one_axis_is_the_complex_rotation():
-    """Left multiplication about the first axis turns (w, x) and (y, z) alike: two pairs at half the angle each."""
+    """Left multiplication about the first axis rotates (w, x) and (y, z) alike: two pairs at half the angle each."""
     block = make_block("mamba3 quaternion")
     _, k, q, dt, *_ = capture(block, torch.randn(2, 7, 16, dtype=D))
     rate = torch.randn(2, 7, 4, 1, 1, dtype=D)
@@ -132,7 +132,7 @@ def test_a_quaternion_about_one_axis_is_the_complex_rotation():
         assert_near(rotate("quaternion", raw_keys, bias, rotation), expected, FLOOR[D])
 
 
-def test_a_fixed_rotation_turns_by_the_distance_alone():
+def test_a_fixed_rotation_is_by_the_distance_alone():
     """<q_t, k_s> sees cos((t - s) rate), with rates from 1 down to a ten-thousandth, whatever the tokens are."""
     block = Mamba3(d_model=16, d_state=8, headdim=8, rope_fraction=1, rotation="fixed", dtype=D)
     rate = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=D)
@@ -208,7 +208,7 @@ def test_the_heavy_tail_is_smooth_and_positive():
 
 
 def test_a_running_angle_stays_small_and_exact_over_a_long_sequence():
-    """A float32 sum of a hundred thousand angles would be off by a visible turn."""
+    """A float32 sum of a hundred thousand angles would be off by a visible rotation."""
     dt, rate = torch.rand(1, 100_000, 4), math.pi * torch.randn(1, 100_000, 2).tanh()
     rotation = cumulative_rotation("interleaved", rate, dt, torch.zeros(1, 4, 2), None)
     assert 0 <= rotation.min() <= rotation.max() <= 2 * math.pi + 1e-6
@@ -268,7 +268,7 @@ def test_rotation_and_gate_pass_gradcheck_across_cache_blocks(options, monkeypat
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-30, 1e30])
-def test_quaternion_turns_are_smooth_for_any_generator(value):
+def test_quaternion_rotations_are_smooth_for_any_generator(value):
     direction = torch.full((2, 3), value, requires_grad=True)
     q = quaternion_from_vector(bounded_vector(direction))
     assert_near(q.norm(dim=-1), torch.ones(2), FLOOR[torch.float32])

@@ -26,7 +26,7 @@ def test_a_batch_of_one_trains(options, algorithm, t):
 
 
 def spread(tensor):
-    """The same numbers in every second place of a wider tensor."""
+    """Return the same numbers as every second element of a wider tensor."""
     return torch.stack([tensor, torch.full_like(tensor, float("nan"))], -1)[..., 0]
 
 
@@ -52,7 +52,7 @@ def test_what_is_no_tensor_is_rejected(options):
 
 @pytest.mark.parametrize("options", [*FEW, "mamba1 weighted inner norms", "mamba2 learnable start", "mamba3 out norm"])
 def test_a_parameter_that_was_freed_is_named(options):
-    """Read all the same, it would end the process."""
+    """Reading it would end the process."""
     x = torch.randn(2, 3, 16, dtype=torch.float64)
     for name, _ in make_block(options).named_parameters():
         block = make_block(options)

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def falcon(tmp_path_factory):
-    """A tiny model of transformers with lively weights, and where it is saved."""
+    """Make a tiny model of transformers with large weights, and save it; return both."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 2, "state_size": 6, "time_step_rank": 5}
     theirs = transformers.FalconMambaForCausalLM(transformers.FalconMambaConfig(**sizes, mixer_rms_eps=1e-3)).eval()

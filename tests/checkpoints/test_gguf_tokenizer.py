@@ -14,7 +14,7 @@ SPACE = "▁"
 
 
 def load(directory, fields):
-    """The tokenizer of a header with these fields."""
+    """Load the tokenizer of a header with these fields."""
     header = {f"tokenizer.{name}": value for name, value in fields.items()}
     for file, content in tokenizer_files("model.gguf", lambda name, default=None: header.get(name, default)).items():
         write_json(directory / file, content)
@@ -22,7 +22,7 @@ def load(directory, fields):
 
 
 def pieces(seed=0, count=60):
-    """A vocabulary of sentencepiece: specials, bytes, characters, and pieces that others make, each with a score."""
+    """Make a vocabulary of sentencepiece: special tokens, bytes, characters, and merged pieces, each with a score."""
     draw = random.Random(seed)
     vocabulary = [SPACE, *"abcd", "é"]
     while len(vocabulary) < count:
@@ -42,7 +42,7 @@ def pieces(seed=0, count=60):
 
 
 def joined(fields, text, prefix=SPACE):
-    """What sentencepiece does: join the neighbors that make the piece of the highest score, the first if several."""
+    """Join adjacent pieces as sentencepiece does: first those that make the piece of the highest score."""
     ids = dict(zip(fields["ggml.tokens"], range(10**6), strict=False))
     score = dict(zip(fields["ggml.tokens"][260:], fields["ggml.scores"][260:], strict=True))
     symbols = list(prefix + text.replace(" ", SPACE))
@@ -98,7 +98,7 @@ def test_ids_and_types_beyond_the_vocabulary_are_rejected_or_ignored():
 
 
 def byte_pairs(pre, *merges, **fields):
-    """A vocabulary of byte pairs: every printable character, and what the merges make."""
+    """Make a vocabulary of byte pairs: every printable character, and what the merges make."""
     tokens = [*(chr(i) for i in range(33, 127)), "Ġ", "Ċ", *(merge.replace(" ", "") for merge in merges), "<s>"]
     kinds = [1] * (len(tokens) - 1) + [3]
     header = {"ggml.model": "gpt2", "ggml.pre": pre, "ggml.tokens": tokens, "ggml.token_type": kinds}
@@ -106,7 +106,7 @@ def byte_pairs(pre, *merges, **fields):
 
 
 def words(tokenizer, text):
-    """Where a text is split: with merges of everything, a token is a word."""
+    """Split a text into words: if everything is merged, each word is one token."""
     return [tokenizer.decode([i]) for i in tokenizer.encode(text)]
 
 

@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def same(a, b):
-    """Equal to the bit, dtypes included."""
+    """Return whether two tensors are equal to the bit, dtypes included."""
     a, b = a.state_dict(), b.state_dict()
     return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
@@ -34,7 +34,7 @@ def edit_json(path, **changes):
 
 @pytest.fixture
 def directory(tmp_path):
-    """A writable copy of an official checkpoint."""
+    """Make a writable copy of an official checkpoint."""
     return shutil.copytree(GOLDEN / "lm_mamba2", tmp_path / "model")
 
 
@@ -238,14 +238,14 @@ def test_loading_takes_the_memory_of_the_weights_once_and_mapped_ones_take_none(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("format", ["bfloat16", "int8", "int4"])
-def test_loading_in_fewer_bits_takes_the_memory_of_the_narrow_weights_once(format, tmp_path):
+def test_loading_in_fewer_bits_takes_the_memory_of_the_quantized_weights_once(format, tmp_path):
     """The largest weight of the file alone, 48 MiB, would be more than all of them in four bits."""
     MambaLM(d_model=512, n_layer=8, vocab_size=24000, ssm_cfg={"layer": "Mamba2"}).save_pretrained(tmp_path / "large")
     small_lm().save_pretrained(tmp_path / "small")
     command = [sys.executable, "-c", MEASURE, tmp_path / "large", tmp_path / "small", "float32", format]
     kept, peak, weights = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
     assert kept < 1.2 * weights
-    assert peak < 1.2 * weights + 2**23  # what narrowing some rows takes
+    assert peak < 1.2 * weights + 2**23  # what quantizing some rows takes
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin", "old bin"])
@@ -384,7 +384,7 @@ class TestNonFinite:
             model = MambaLM.from_pretrained(directory)
         assert len(caught) == 1
         assert not torch.isfinite(model.backbone.norm_f.weight[3])
-        MambaLM.from_pretrained(directory, mapped=True)  # nobody reads those
+        MambaLM.from_pretrained(directory, mapped=True)  # which nothing reads
         assert "2 tensors hold values" in describe_non_finite_tensors(open_checkpoint(directory))
 
     def test_a_number_that_is_too_large_for_the_asked_dtype_is_told_of(self, directory):
@@ -640,7 +640,8 @@ class TestSaving:
         class Adapter(torch.nn.Module):
             def __init__(self, base):
                 super().__init__()
-                self.base, self.down = base, torch.nn.Linear(base.in_features, 2)
+                self.base = base
+                self.down = torch.nn.Linear(base.in_features, 2)
 
         model = small_lm()
         mixer = model.backbone.layers[1].mixer

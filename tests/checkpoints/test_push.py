@@ -15,7 +15,7 @@ pytest.importorskip("huggingface_hub")
 
 @pytest.fixture
 def model(tmp_path):
-    """A model in a directory, with a tokenizer."""
+    """Save a model in a directory, with a tokenizer."""
     small_lm(vocab_size=256, ssm_cfg={"layer": "Mamba2", "headdim": 8}).save_pretrained(tmp_path / "model")
     bare(tmp_path / "model", "<|endoftext|>")
     (tmp_path / "model" / "metrics.csv").write_text("not for the hub")

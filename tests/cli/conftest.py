@@ -8,7 +8,7 @@ from anymamba.cli.main import main
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """Run the command line in this process: exit code, stdout, stderr."""
+    """Run the command line in this process; return exit code, stdout and stderr."""
 
     def call(*arguments, stdin=b""):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))

@@ -24,7 +24,7 @@ FORGETFUL = (
 
 @pytest.fixture
 def model(tmp_path):
-    """A model with a tokenizer that begins a text with <s>, and ends a message with <|im_end|>."""
+    """Save a model with a tokenizer that begins a text with <s>, and ends a message with <|im_end|>."""
     directory = tmp_path / "model"
     tokenizer = with_beginning(directory, "<s>", "<|im_start|>", "<|im_end|>", end="<|im_end|>")
     model = small_lm(vocab_size=tokenizer.vocab_size, pad_vocab_size_multiple=1, tie_embeddings=False)
@@ -41,7 +41,7 @@ def put_template(directory, source):
 
 
 def continued(directory, ids, n=12):
-    """The text that follows tokens, all of them read from a fresh start."""
+    """Return the text that follows tokens, all of them read from an empty cache."""
     model, tokenizer = MambaLM.from_pretrained(directory), FileTokenizer(directory / "tokenizer.json")
     new = model.generate(torch.tensor([ids]), n, stop=tokenizer.end).rows()[0]
     return tokenizer.decode(new)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def start(monkeypatch):
-    """What starts a session of tests whose kernels could not be built, with only these variables of ours."""
+    """Return a function that starts a session of tests without built kernels, with only these variables of ours."""
 
     def started(**environment):
         for name in [name for name in os.environ if name.startswith("ANYMAMBA_")]:

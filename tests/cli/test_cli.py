@@ -38,7 +38,7 @@ MODEL = dict(vocab_size=256, pad_vocab_size_multiple=1)  # noqa: C408
 
 @pytest.fixture
 def model(tmp_path):
-    """A model of bytes in a directory."""
+    """Save a model of bytes in a directory."""
     small_lm(**MODEL).save_pretrained(tmp_path / "model")
     return str(tmp_path / "model")
 
@@ -347,11 +347,11 @@ class TestConvert:
 
     def test_weights_are_converted_and_tokenizers_copied(self, run, model, tmp_path):
         (tmp_path / "model" / "tokenizer.json").write_text("{}")
-        code, out, _ = run("convert", model, tmp_path / "narrow", "--dtype", "bfloat16")
+        code, out, _ = run("convert", model, tmp_path / "bfloat16", "--dtype", "bfloat16")
         assert code == 0
         assert "copied tokenizer.json" in out
-        assert MambaLM.from_pretrained(tmp_path / "narrow").dtype == torch.bfloat16
-        assert (tmp_path / "narrow" / "tokenizer.json").read_text() == "{}"
+        assert MambaLM.from_pretrained(tmp_path / "bfloat16").dtype == torch.bfloat16
+        assert (tmp_path / "bfloat16" / "tokenizer.json").read_text() == "{}"
 
     def test_transformers_knows_what_ends_a_text(self, run, tmp_path):
         transformers = pytest.importorskip("transformers")

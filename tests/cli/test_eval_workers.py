@@ -1,4 +1,4 @@
-"""`anymamba eval` on several workers prints what one process does, and reports errors once."""
+"""`anymamba eval` on several ranks prints what one process does, and reports errors once."""
 
 import functools
 import io
@@ -32,7 +32,7 @@ TEXTS = {
 
 
 def write_texts(directory, lengths):
-    """Files of words, and the arguments that name them."""
+    """Write files of words, and return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     for number, length in enumerate(lengths):
         words = [f"word{i * i % (number + 7)}\n" for i in range(length)]
@@ -46,7 +46,7 @@ def save_model(directory):
 
 
 def run_eval(rank, size, *arguments):
-    """Exit code, stdout and stderr of a worker; or of one process."""
+    """Run `anymamba eval` as this rank; return the exit code, stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size)})
     with redirect_stdout(out), redirect_stderr(err):
@@ -55,7 +55,7 @@ def run_eval(rank, size, *arguments):
 
 
 def assert_same_output(actual, expected):
-    """Compare word for word, and numbers to float error: a shared text is cut at other places."""
+    """Compare word for word, and numbers to float error: a shared text is cut elsewhere."""
     assert len(actual.splitlines()) == len(expected.splitlines())
     for word, expected_word in zip(actual.split(), expected.split(), strict=True):
         if re.fullmatch(r"\d+\.\d{4}", expected_word):
@@ -66,7 +66,7 @@ def assert_same_output(actual, expected):
 
 @contextmanager
 def chdir(directory):
-    """Another working directory during the block."""
+    """Change the working directory during the block."""
     before = Path.cwd()
     os.chdir(directory)
     try:
@@ -76,7 +76,7 @@ def chdir(directory):
 
 
 def prepare(rank, name):
-    """A model, and the files of one of the `TEXTS`."""
+    """Write a model, and the files of one of the `TEXTS`; return their paths."""
     directory = shared_directory(name)
     if rank == 0:
         save_model(directory / "model")
@@ -86,7 +86,7 @@ def prepare(rank, name):
 
 
 def output_case(rank, name):
-    """The first worker prints what one process does, and the others nothing."""
+    """Check that the first rank prints what one process does, and the others nothing."""
     arguments = prepare(rank, name)
     code, out, err = run_eval(rank, dist.get_world_size(), *arguments)
     expected = run_eval(0, 1, *arguments)
@@ -96,7 +96,7 @@ def output_case(rank, name):
 
 
 def likelihood_case(rank, family):
-    """The costs of the workers' parts add up to that of the text, however it is cut, and every worker has a part."""
+    """Check that the losses of the ranks' parts add up to that of the text for any cuts; every rank has a part."""
     model = small_lm(family, dtype=torch.float64)
     size = dist.get_world_size()
     cp_group = ContextParallelGroup(list(range(size)), rank)
@@ -114,7 +114,7 @@ def likelihood_case(rank, family):
 
 
 def mistake_case(rank):
-    """One line on the first worker, exit code 2 on all."""
+    """Check that an error is one line on the first rank, and exit code 2 on all."""
     model, *_ = prepare(rank, "one")
     directory = shared_directory("mistakes")
     if rank == 0:
@@ -136,7 +136,7 @@ def mistake_case(rank):
 
 
 def other_texts_case(rank):
-    """If one worker sees another text, or none, all workers reject it, whoever would score it."""
+    """Check that all ranks reject a text that differs or is missing on one rank, no matter which one would score it."""
     last = dist.get_world_size() - 1
     model, *texts = prepare(rank, "several")
     for number, change in enumerate((lambda text: text.swapcase(), lambda text: text + "more", None)):

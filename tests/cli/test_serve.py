@@ -6,7 +6,7 @@ pytest.importorskip("uvicorn")
 
 
 def error_of(run, *options):
-    """The one line with which `anymamba serve` ends before it looks for the model."""
+    """Return the one line with which `anymamba serve` ends before it looks for the model."""
     code, out, err = run("serve", "nowhere", *options)
     assert (code, out, err.count("\n")) == (2, "", 1)
     return err

@@ -38,7 +38,7 @@ sample_tokens = 4
 
 @pytest.fixture
 def config(tmp_path):
-    """A config file that trains on a small corpus."""
+    """Write a config file that trains on a small corpus."""
     file = tmp_path / "config.toml"
     file.write_text(CONFIG.format(corpus=write_corpus(tmp_path / "corpus").as_posix()))
     return file
@@ -46,7 +46,7 @@ def config(tmp_path):
 
 @pytest.fixture(autouse=True)
 def quick_runs(monkeypatch):
-    """No test here needs to survive a power cut, or looks at a plot."""
+    """Skip syncs and plots: no test here needs to survive a power cut, or looks at a plot."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     draw_nothing(monkeypatch.setattr)
 
@@ -266,7 +266,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_says_how_to_start_it_
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo on loopback")
-def test_a_mesh_that_does_not_fit_is_one_line_and_exit_code_2_on_every_worker(config, tmp_path):
+def test_a_mesh_that_does_not_fit_is_one_line_and_exit_code_2_on_every_rank(config, tmp_path):
     """Of the processes that torchrun would start; the first one speaks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -277,8 +277,8 @@ def test_a_mesh_that_does_not_fit_is_one_line_and_exit_code_2_on_every_worker(co
         subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment, "RANK": rank})
         for rank in "01"
     ]
-    errors = [worker.communicate()[1] for worker in world]
-    assert [worker.returncode for worker in world] == [2, 2]
+    errors = [rank.communicate()[1] for rank in world]
+    assert [rank.returncode for rank in world] == [2, 2]
     assert "replicate · shard · context = (what is left) · 3 · 1 must be the number of ranks, got 2" in errors[0]
     assert [text.count("\n") for text in errors] == [1, 0]
     assert not (tmp_path / "run").exists()

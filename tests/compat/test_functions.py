@@ -29,7 +29,7 @@ def official(path):
 
 
 def recorded(case, **kwargs):
-    """The function, its arguments, and the file's tensors."""
+    """Return the function, its arguments, and the file's tensors."""
     tensors = load_file(GOLDEN / f"{case}.safetensors")
     options = {**INDEX[case]["options"], **kwargs}
     arguments = {name[3:]: x for name, x in tensors.items() if name.startswith("in.")}

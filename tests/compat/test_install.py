@@ -33,7 +33,7 @@ def stand_in():
 
 
 def resolve(path):
-    """The object of an official path, whose last parts are attributes."""
+    """Return the object at an official path, whose last parts are attributes."""
     parts = path.split(".")
     for cut in range(len(parts), 0, -1):
         name = ".".join(parts[:cut])

@@ -18,7 +18,7 @@ KINDS = ["Mamba2Cache", "LMCache", "GenerationState"]
 
 
 def saved(kind, path):
-    """Save a small state of a kind; how to load it, and what was saved."""
+    """Save a small state of a kind; return how to load it, and what was saved."""
     model = small_lm(n_layer=1, ssm_cfg={"layer": "Mamba2", "d_state": 2, "headdim": 16}, d_model=16, vocab_size=8)
     state = model.generate(torch.tensor([[1, 2, 3], [4, 5, 6]]), 2, seed=0, return_state=True).state
     if kind == "Mamba2Cache":
@@ -45,7 +45,7 @@ def metadata_of(path):
 
 @pytest.fixture(params=KINDS)
 def state(request, tmp_path):
-    """Path of a state file, how to load it, what it holds, and its metadata without the checksum."""
+    """Return the path of a state file, how to load it, what it holds, and its metadata without the checksum."""
     path = tmp_path / "some.state"
     load, tree = saved(request.param, path)
     metadata = metadata_of(path)
@@ -134,7 +134,7 @@ def test_other_versions_and_kinds_are_rejected(state):
 
 
 def odd_tensors(tree):
-    """Tensors that are none of this tree's, and words of the message."""
+    """Return tensors that are not those of this tree, and words of the message."""
     first, *_, last = tree.tensors()
     x = tree.tensors()[first]
     yield {first: None}, f"the state lacks {first}"

@@ -49,7 +49,7 @@ def root(rows=3):
 
 
 def trees():
-    """One tree of every class that there is."""
+    """Make one tree of every class."""
     for family in FAMILIES:
         model = small_lm(family)
         state = model.generate(torch.randint(61, (3, 5)), 2, seed=0, return_state=True).state
@@ -180,7 +180,7 @@ class Hybrid(_HybridFields, Tree):
 
 
 def keys(*lengths, spare=0):
-    """Rows with these many keys, in a buffer with room for `spare` more."""
+    """Make rows with these many keys, in a buffer that can hold `spare` more."""
     k = torch.zeros(len(lengths), max(lengths, default=0) + spare, 4)
     for row, length in enumerate(lengths):
         k[row, :length] = torch.randn(length, 4)

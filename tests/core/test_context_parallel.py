@@ -1,4 +1,4 @@
-"""A sequence that several workers share is the sequence of one: outputs, caches, gradients."""
+"""A sequence that several ranks share gives what it gives on one: outputs, caches, gradients."""
 
 import functools
 import sys
@@ -27,14 +27,14 @@ BLOCKS = {
     "mamba3 still": lambda: Mamba3(d_model=8, d_state=8, headdim=4, rope_fraction=0),
 }
 
-# Where workers' parts begin and end, and where sequences do (none: rows of a batch). Cuts and boundaries fall together,
+# Where ranks' parts begin and end, and where sequences do (none: rows of a batch). Cuts and boundaries fall together,
 # one token apart, several boundaries to a part, and one sequence across all parts.
 LAYOUTS = {
     2: {
         "rows": ([0, 11, 24], None),
         "one": ([0, 13, 24], [0, 24]),
         "at the cut": ([0, 12, 24], [0, 12, 24]),
-        "beside the cut": ([0, 12, 24], [0, 11, 13, 24]),
+        "next to the cut": ([0, 12, 24], [0, 11, 13, 24]),
         "some": ([0, 9, 24], [0, 3, 4, 8, 15, 16, 24]),
     },
     3: {
@@ -50,7 +50,7 @@ def cp_group_of(rank):
 
 
 def part_of(rank, cuts, bounds):
-    """This worker's time, its boundaries, the numbers of its sequences, and its context."""
+    """Return this rank's interval, its boundaries, the numbers of its sequences, and its context."""
     begin, end = cuts[rank], cuts[rank + 1]
     cp_group = cp_group_of(rank)
     if bounds is None:
@@ -70,7 +70,7 @@ def random_cache(block, rows):
 
 
 def block_case(rank, make, cuts, bounds, carried):
-    """Outputs, the cache of sequences that end here, and gradients of weights, inputs and carried states."""
+    """Compare outputs, the cache of sequences that end here, and gradients of weights, inputs and carried states."""
     block, t = make().double(), 24
     b = 2 if bounds is None else 1
     x, weight = torch.randn(b, t, 8).double(), torch.randn(b, t, 8).double()
@@ -110,7 +110,7 @@ def block_case(rank, make, cuts, bounds, carried):
 
 
 def model_case(rank, family, checkpointing):
-    """The cost of a language model and its gradients, layers computed again in the backward pass or not."""
+    """Compare the loss of a language model and its gradients, with and without activation checkpointing."""
     fields = {} if family == "Mamba1" else {"headdim": 8}
     stack = {"checkpointing": checkpointing}
     model = MambaLM(
@@ -136,7 +136,7 @@ def model_case(rank, family, checkpointing):
 
 
 def bytes_case(rank, make):
-    """What a layer sends forward is its cache, one row of it; and as much comes back; whatever the length."""
+    """Check that a layer sends one row of its cache forward and as many bytes back, whatever the length."""
     block = make()
     cache = block.init_cache(1)
     bytes_sent = []
@@ -150,7 +150,7 @@ def bytes_case(rank, make):
 
 
 def rejection_case(rank):
-    """Parts that are too short, and what does not go together with parts."""
+    """Check that parts that are too short, and options that parts do not allow, are rejected."""
     context = SequencePart(cp_group_of(rank), rank > 0, rank == 0)
     block, x = BLOCKS["mamba2"](), torch.randn(1, 8, 8)
     for words, call in {

@@ -255,7 +255,7 @@ def test_a_disk_that_takes_no_more_is_an_error_that_names_the_file(tmp_path):
 
 @pytest.fixture
 def full_disk(tmp_path):
-    """A file system of 48 KiB, where the machine lets us make one."""
+    """Mount a file system of 48 KiB, where the machine allows it."""
     directory = tmp_path / "disk"
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(directory)]

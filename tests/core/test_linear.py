@@ -26,7 +26,7 @@ SHAPES = [(1, 1, 1), (17, 5, 3), (64, 64, 300), (33, 256, 129), (16, 1, 40), (20
 
 @pytest.fixture
 def computed(monkeypatch):
-    """Choose oneDNN for products of any size; the shapes of those that it computes."""
+    """Choose oneDNN for products of any size; return a list of the shapes of those that it computes."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         pytest.skip("this torch has no oneDNN")
     shapes, product = [], linear_module._product
@@ -262,7 +262,7 @@ def test_a_bias_of_any_layout_is_added_as_torch_adds_it(computed, bias):
 
 
 def check_that_results_may_be_changed():
-    """Results are no views: neither training nor what was made without gradients forbids to change them."""
+    """Check that results are not views: they can be changed in place, in training and when made without gradients."""
     x, weight = torch.randn(2, 16, 16), torch.randn(8, 16, requires_grad=True)
     y = linear(x, weight)
     y += 1

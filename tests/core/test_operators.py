@@ -106,7 +106,7 @@ def cases(name):
 
 
 def leaves(name, inputs):
-    """The inputs, with gradients asked of those that are differentiable."""
+    """Return the inputs, of which those that are differentiable require gradients."""
     count = OPERATORS[name]._differentiable
     return [x.clone().requires_grad_() if i < count and x is not None else x for i, x in enumerate(inputs)]
 
@@ -135,7 +135,7 @@ def test_an_implementation_returns_what_the_fake_promises(name):
 
 
 def run(name, inputs, call):
-    """Outputs and gradients."""
+    """Return outputs and gradients."""
     arguments = leaves(name, inputs)
     outputs = call(*arguments)
     outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
@@ -148,7 +148,7 @@ def run(name, inputs, call):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_node_the_kernels_the_portable_code_and_the_definition_agree(name):
     """As nodes of a graph and in eager mode."""
-    # The kernels round the activations of a product with whole numbers to 16 bits.
+    # The kernels round the activations of a product with integer weights to 16 bits.
     floor = 2e-4 if name == "quantized_linear" else 4 * FLOOR[torch.float32]
     for inputs in cases(name):
         with portable():
@@ -162,7 +162,7 @@ def test_the_node_the_kernels_the_portable_code_and_the_definition_agree(name):
 
 
 def nodes_of(function, *inputs):
-    """The operators in a graph of a function, by namespace."""
+    """Return the namespaces of the operators in a graph of a function."""
     graph = torch.fx.experimental.proxy_tensor.make_fx(function)(*inputs)
     return {node.target.namespace for node in graph.graph.nodes if hasattr(node.target, "namespace")}
 

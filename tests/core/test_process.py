@@ -74,7 +74,7 @@ def test_kept_memory_can_be_given_back():
 
 
 def arenas(path, how: str, **environment: str) -> tuple[str, int]:
-    """What `use_one_malloc_arena` said, and from how many places six threads have taken memory."""
+    """Return what `use_one_malloc_arena` returned, and the number of arenas from which six threads took memory."""
     command = [sys.executable, "-c", ARENAS, str(path / "malloc.xml"), how]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **environment})
     return done.stdout.strip(), (path / "malloc.xml").read_text().count("<heap nr=")
@@ -91,7 +91,7 @@ def test_threads_share_what_they_free(tmp_path):
 
 
 def faults(how: str, **environment: str) -> tuple[str, int]:
-    """What `keep_freed_memory` said, and how many pages are cleared in a round, in the median."""
+    """Return what `keep_freed_memory` returned, and the median number of pages that are cleared in a round."""
     done = subprocess.run(
         [sys.executable, "-c", FAULTS, how],
         capture_output=True,

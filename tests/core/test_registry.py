@@ -1,4 +1,4 @@
-"""Several implementations per operator and device: which one runs, and what is said when a request cannot be met."""
+"""Several implementations per operator and device: which one runs, and the message if a request cannot be met."""
 
 import pytest
 import torch

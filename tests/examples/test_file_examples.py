@@ -1,4 +1,4 @@
-"""The examples that learn from files: their data, their neighbors, and a short run of each command."""
+"""The examples that learn from files: their data, their baselines, and a short run of each command."""
 
 import numpy as np
 import pytest

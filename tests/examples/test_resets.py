@@ -33,7 +33,7 @@ def hamilton(p, q):
 
 
 def expected_label(task, word):
-    """The label after a word of symbols, from the task's definition alone."""
+    """Return the label after a word of symbols, from the task's definition alone."""
     stream = STREAMS[task]
     since = []
     for symbol in word:
@@ -178,8 +178,8 @@ def test_constant_channels_ignore_the_input(task, variant, names, constant):
         assert torch.allclose(part, part[:, :1].expand_as(part)) == (name in constant or part.numel() == 0)
 
 
-def test_a_short_run_learns_to_turn(tmp_path):
-    """Without a rotation that follows the turns no family but `random` comes far above the best guess, 37 %."""
+def test_a_short_run_learns_to_rotate(tmp_path):
+    """Without a rotation that follows the symbols no family but `random` comes far above the best guess, 37 %."""
     config = ResetConfig.from_dict(
         {
             "reset": {"task": "rotor", "variant": "Mamba-3"},

@@ -12,7 +12,7 @@ CIRCLE = 2 * math.pi
 
 
 def rotations(*fractions):
-    """One token and one head that turns pairs by shares of a circle, in float64."""
+    """Return the rotations of one token and one head, given as fractions of a circle, in float64."""
     return torch.tensor(fractions, dtype=torch.float64).reshape(1, 1, 1, -1) * CIRCLE
 
 
@@ -29,7 +29,7 @@ def test_simple_fractions_of_a_circle_cost_nothing_and_what_lies_between_them_do
 
 @pytest.mark.parametrize("fraction", [1 / 2, 0.0, -1 / 5, 1 / 4])
 @pytest.mark.parametrize("off", [0.0014, -0.0014, 0.004, -0.004])
-def test_the_gradient_pulls_a_turn_to_the_nearest_fraction(fraction, off):
+def test_the_gradient_pulls_a_rotation_to_the_nearest_fraction(fraction, off):
     rotation = rotations(fraction + off).requires_grad_()
     optimizer = torch.optim.SGD([rotation], lr=1 / PARTS**2)
     for _ in range(40):
@@ -50,9 +50,9 @@ def test_states_that_last_are_made_to_last_and_those_that_fade_stay_free():
     assert kept < -1  # descending makes the log-decay larger: it fades less
     assert -1e-20 < fading <= 0
     rotation_penalty(still := log_decay.detach().clone().requires_grad_(), None).backward()
-    assert still.grad.tolist() == log_decay.grad.tolist()  # no state fades for the sake of its turns
+    assert still.grad.tolist() == log_decay.grad.tolist()  # no state fades for the sake of its rotations
     assert rotation_penalty(lasting(), None).item() == 0
-    assert rotation_penalty(lasting(), rotations()).item() == 0  # no pair that turns
+    assert rotation_penalty(lasting(), rotations()).item() == 0  # no pair that rotates
 
 
 def test_a_head_that_forgets_at_some_tokens_is_free_at_all():

@@ -25,13 +25,13 @@ LOW, HIGH = 1, 61
 
 @pytest.fixture(autouse=True)
 def few_sequences(monkeypatch):
-    """Enough to see that the numbers are carried through."""
+    """Draw few sequences: enough to see that the numbers are passed on."""
     monkeypatch.setattr(table, "_TEST_ROWS", 32)
     monkeypatch.setattr(table, "_CURVE_ROWS", 4)
 
 
 def value(name, text):
-    """The answer of a sequence, by counting or by Python's own rules."""
+    """Return the answer of a sequence, by counting or by Python's own rules."""
     if name == "parity":
         return text.count("1") % 2
     assert text.endswith("=")
@@ -250,7 +250,7 @@ def test_turns_are_those_of_the_first_layer():
     assert nearest_half_circle(model)[:2] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_state_that_turns_learns_parity_within_seconds_and_one_that_does_not_turn_does_not(tmp_path):
+def test_a_state_that_rotates_learns_parity_within_seconds_and_one_that_does_not_rotate_does_not(tmp_path):
     accuracies = {}
     for variant in ("mamba3", "mamba3-no-rotation"):
         settings = TrackingConfig.from_dict(

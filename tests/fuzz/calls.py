@@ -132,7 +132,7 @@ def run(case, prepared, directory):
     """Run a case, and compare its results.
 
     Returns:
-        "right", "rejected", or "as it was" for a call that was spoiled and is valid all the same.
+        "right", "rejected", or "as it was" for a call that was spoiled and is still valid.
 
     Raises:
         Finding: The call gave another value, or another exception.

@@ -10,7 +10,7 @@ TEXT = "héllo wörld 日本語 👍🏽 ẞ\nfoo  bar"
 
 
 def bare(directory, *special, plain=()):
-    """A tokenizer.json with these special tokens and nothing beside it."""
+    """Write a tokenizer.json with these special tokens, and no other file."""
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {token: i for i, token in enumerate(["a", *plain])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
@@ -20,7 +20,7 @@ def bare(directory, *special, plain=()):
 
 
 def with_beginning(directory, begin, *special, end):
-    """A byte-level tokenizer whose post-processor puts a token before a text, and the end token after it."""
+    """Write a byte-level tokenizer whose post-processor puts a token before a text, and the end token after it."""
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -7,7 +7,7 @@ from tests.generation.cases import TEXT
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory):
-    """A small byte-level BPE, as GPT-NeoX and Llama 3 have."""
+    """Train a small byte-level BPE, as GPT-NeoX and Llama 3 have."""
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

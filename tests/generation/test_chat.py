@@ -105,7 +105,7 @@ def test_templates_write_what_transformers_writes(name, tmp_path):
 
 
 def attempt(function, *arguments, **options):
-    """What a function returns, and what it raises."""
+    """Return what a function returns, and what it raises."""
     try:
         return function(*arguments, **options), None
     except Exception as error:

@@ -8,7 +8,7 @@ from anymamba.generation.sampling import TokenScore
 
 
 def feed(text, **options):
-    """A builder that was given the bytes of a text until it ended, and what it returned."""
+    """Pass the bytes of a text to a builder until it ends; return the builder and what it returned."""
     builder = CompletionBuilder(ByteTokenizer(), **options)
     parts = []
     for token in text if isinstance(text, bytes) else text.encode():

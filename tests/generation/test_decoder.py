@@ -27,7 +27,7 @@ LIVELY_FLOOR = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 0.1, 
 
 
 def steps(module, tokens, cache=None):
-    """Logits of a few steps, and the last cache."""
+    """Return the logits of a few steps, and the last cache."""
     outputs = []
     for ids in tokens:
         y, cache = module.step(ids, cache)
@@ -233,7 +233,7 @@ def test_nothing_is_read_after_it_was_freed():
     for layer in model.backbone.layers:
         layer.mixer.in_proj.weight.data = torch.zeros_like(layer.mixer.in_proj.weight)
     gc.collect()
-    assert held() is not None  # nothing else may come to lie at its address
+    assert held() is not None  # nothing else may be allocated at its address
     with kernels_off():
         expected, _ = model.step(ids, cache)
     assert_near(decode.step(ids, cache)[0], expected, 2e-5)

@@ -97,9 +97,9 @@ def test_without_a_tokenizer_the_command_warns(tmp_path, capsys):
     assert "no tokenizer to decide with" in error
     assert "pass --block a_activation=softplus" in error
     assert "a_activation" not in json.loads((tmp_path / "out" / "config.json").read_text())["ssm_cfg"]
-    assert main(["convert", str(source), str(tmp_path / "said"), "--block", "a_activation=softplus"]) == 0
+    assert main(["convert", str(source), str(tmp_path / "declared"), "--block", "a_activation=softplus"]) == 0
     assert capsys.readouterr().err == ""
-    assert json.loads((tmp_path / "said" / "config.json").read_text())["ssm_cfg"]["a_activation"] == "softplus"
+    assert json.loads((tmp_path / "declared" / "config.json").read_text())["ssm_cfg"]["a_activation"] == "softplus"
 
 
 @pytest.mark.parametrize(

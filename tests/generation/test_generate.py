@@ -20,7 +20,7 @@ SAMPLED = {"temperature": 1.0, "top_p": 0.9, "seed": 7}
 
 
 def prompts(*lengths):
-    """A padded batch, its mask (padding left, right or in between), and the rows alone."""
+    """Make a padded batch, its mask (padding left, right or in between), and the rows alone."""
     rows = [torch.randint(61, (n,)) for n in lengths]
     ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
     mask = torch.zeros(ids.shape, dtype=torch.bool)
@@ -227,7 +227,7 @@ def test_a_state_moves_to_a_model_of_another_dtype():
 
 @pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
 def test_the_state_that_a_prompt_arrived_at_is_there_once():
-    """Nobody else holds it, so the steps after it write to the same memory."""
+    """Nothing else refers to it, so the steps after it write to the same memory."""
     tokens = stream(small_lm(), prompts(5)[0], 3)
     before = [x.data_ptr() for x in tokens._state.cache.leaves()]
     list(tokens)

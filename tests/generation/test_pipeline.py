@@ -16,7 +16,7 @@ def text():
 
 
 def alone(text, prompt, n=12, **options):
-    """What the library generates from one prompt."""
+    """Return what the library generates from one prompt."""
     return text.model.generate(torch.tensor([list(prompt.encode())]), n, **options).rows()[0]
 
 

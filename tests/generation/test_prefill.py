@@ -11,7 +11,7 @@ SEGMENT = 7
 
 
 def read(reader):
-    """The states that a prefill returned, by position."""
+    """Return the states of a prefill, by position."""
     states = {}
     while not reader.is_done:
         state = reader.read_segment()

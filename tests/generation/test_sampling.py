@@ -12,7 +12,7 @@ GRID = [(i + 0.5) / 2000 for i in range(2000)]
 
 
 def distribution(logits=None, seen=None, **options):
-    """The probabilities with which tokens are drawn, measured with evenly spaced numbers."""
+    """Measure the probabilities with which tokens are drawn, with evenly spaced numbers."""
     logits = PROBABILITIES.log() if logits is None else logits
     sampling = Sampling(temperature=options.pop("temperature", 1.0), **options)
     rows = sample_tokens(

@@ -15,7 +15,7 @@ normalizers, pre_tokenizers, decoders = tokenizers.normalizers, tokenizers.pre_t
 
 
 def save(path, **parts):
-    """A byte-level tokenizer with some long tokens, and with these parts."""
+    """Save a byte-level tokenizer with some long tokens, and with these parts."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

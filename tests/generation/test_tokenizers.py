@@ -18,7 +18,7 @@ from tests.models.cases import small_lm
 
 @pytest.fixture(scope="module")
 def byte_fallback(tmp_path_factory):
-    """Words with a marked space, and bytes for what it does not know, as Llama 2 and Mistral have."""
+    """Make a tokenizer of words with a marked space, and bytes for unknown ones, as Llama 2 and Mistral have."""
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"<unk>": 0, **{f"<0x{i:02X}>": i + 1 for i in range(256)}, "▁hello": 257, "▁world": 258, "▁": 259}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))

@@ -15,7 +15,7 @@ transformers.utils.logging.disable_progress_bar()
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """transformers and its friends warn of their own doings, which are not ours to judge."""
+    """Ignore warnings that transformers and related packages raise about themselves."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"(transformers|peft|accelerate|torch)\.")
         logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -91,7 +91,7 @@ _MADE = {}
 
 
 def enliven(model):
-    """Weights so large that every part of the model counts."""
+    """Make the weights so large that every part of the model counts."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -106,7 +106,7 @@ def enliven(model):
 
 
 def plain(name, dtype=torch.float32, **fields):
-    """A causal language model of transformers, in eval mode."""
+    """Make a causal language model of transformers, in eval mode."""
     key = (name, repr(sorted(fields.items())))
     if key not in _MADE:
         config = CONFIGS[name](**fields)
@@ -116,46 +116,46 @@ def plain(name, dtype=torch.float32, **fields):
 
 
 def pair(name, dtype=torch.float32, **fields):
-    """The same model twice: transformers' own, and accelerated."""
+    """Make the same model twice: transformers' own, and accelerated."""
     original = plain(name, dtype, **fields)
     return original, accelerate(copy.deepcopy(original))
 
 
 def ids(b, t, seed=0):
-    """Random tokens, none of them special."""
+    """Draw random tokens, none of them special."""
     return torch.randint(3, VOCABULARY, (b, t), generator=torch.Generator().manual_seed(seed))
 
 
 def parameters_of(model):
-    """The names of the arguments of a model's forward."""
+    """Return the names of the arguments of a model's forward."""
     return inspect.signature(model.forward).parameters
 
 
 def cache_name(model):
-    """The keyword by which a model takes and returns its cache."""
+    """Return the keyword of a model's cache, as an argument and as an output."""
     return "cache_params" if "cache_params" in parameters_of(model) else "past_key_values"
 
 
 def cache_of(model, output):
-    """The cache in an output."""
+    """Return the cache in an output."""
     return getattr(output, cache_name(model))
 
 
 def positions(model, start, t):
-    """Positions for a model that takes them: Bamba counts from zero whatever its cache holds."""
+    """Return positions for a model that takes them: Bamba counts from zero whatever its cache holds."""
     takes = "position_ids" in parameters_of(model)
     return {"position_ids": torch.arange(start, start + t).unsqueeze(0)} if takes else {}
 
 
 def run(model, input_ids, cache=None, start=0, **options):
-    """Logits, and the cache after them; tokens continue from position `start`."""
+    """Return the logits, and the cache after them; tokens continue from position `start`."""
     options |= {} if cache is None else {cache_name(model): cache}
     output = model(input_ids, use_cache=True, **positions(model, start, input_ids.shape[1]), **options)
     return output.logits, cache_of(model, output)
 
 
 def run_split(model, input_ids, lengths):
-    """Logits of a sequence that is run piece by piece."""
+    """Return the logits of a sequence that is run in parts of these lengths."""
     parts, cache, start = [], None, 0
     for length in lengths:
         logits, cache = run(model, input_ids[:, start : start + length], cache, start)

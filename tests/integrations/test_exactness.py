@@ -1,4 +1,4 @@
-"""Every architecture: the numbers of transformers, where these are right, in one piece and in many."""
+"""Every architecture: the numbers of transformers, where these are right, whole and in parts."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ TOLERANCE = 1e-5  # or transformers' own distance from float64, where that is la
 
 
 def assert_as_near(actual, original, reference, name=""):
-    """Ours is as near to float64 as the tolerance says, or as transformers is."""
+    """Assert that our error from float64 is within the tolerance, or at most that of transformers."""
     assert actual.shape == reference.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(reference.shape)}"
     error, theirs = relative_error(actual, reference), relative_error(original, reference)
     assert error <= max(TOLERANCE, 2 * theirs), f"{name}: {error:.2e}, transformers {theirs:.2e}"
 
 
 def reference_of(name, **fields):
-    """The accelerated model in float64, which other tests hold to transformers'."""
+    """Make the accelerated model in float64, which other tests compare with transformers'."""
     return pair(name, torch.float64, **fields)[1]
 
 
@@ -39,7 +39,7 @@ def test_logits(name, t, each_implementation):
 
 
 def gradients(model, x):
-    """Of a loss that every logit counts in, by parameter."""
+    """Return the gradients, by parameter, of a loss on which every logit has an influence."""
     logits = model.train()(x).logits
     head = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5)).to(logits.dtype)
     model.zero_grad()

@@ -18,7 +18,7 @@ def generate(model, x, **options):
 
 
 def greedy_by_whole_sequences(model, x, mask=None):
-    """Greedy tokens without a cache: every token from the whole sequence."""
+    """Generate greedy tokens without a cache: every token from the whole sequence."""
     for _ in range(NEW):
         x = torch.cat([x, model(x, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     return x[:, -NEW:]

@@ -17,12 +17,12 @@ TOLERANCE = 1e-5
 
 @pytest.fixture
 def all_sizes(monkeypatch):
-    """Tiny projections are exchanged too."""
+    """Let projections of any size be exchanged."""
     monkeypatch.setattr(linear_layers, "MIN_WEIGHT_NUMEL", 0)
 
 
 def runs_of(monkeypatch):
-    """A list that grows whenever the kernels run a projection."""
+    """Return a list that grows whenever the kernels run a projection."""
     runs, run_few_rows = [], Linear._run_few_rows
 
     def counted(self, x):

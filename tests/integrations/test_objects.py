@@ -111,7 +111,8 @@ def test_a_mixer_alone():
 def test_a_mixer_that_differs_is_not_exchanged():
     model = plain("mamba2")
     mixer = model.backbone.layers[0].mixer
-    mixer.head_dim, mixer.num_heads = 8, 8  # the description no longer fits the weights
+    mixer.head_dim = 8  # the description no longer fits the weights
+    mixer.num_heads = 8
     with pytest.warns(UserWarning, match="Mamba2Mixer runs transformers' own forward: the comparison"):
         accelerate(model)
     assert not any(layer.accelerated for layer in report(model).layers)
@@ -123,7 +124,9 @@ class Louder(nn.Module):
 
     def __init__(self, norm):
         super().__init__()
-        self.weight, self.variance_epsilon, self.group_size = norm.weight, norm.variance_epsilon, norm.weight.shape[0]
+        self.weight = norm.weight
+        self.variance_epsilon = norm.variance_epsilon
+        self.group_size = norm.weight.shape[0]
 
     def forward(self, y, z):
         return 3 * self.weight * y * torch.sigmoid(z)

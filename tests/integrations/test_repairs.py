@@ -48,7 +48,7 @@ def test_a_token_of_a_normed_falcon_h1_has_its_shape():
 
 
 def recurrent_definition(mixer, x):
-    """Mamba-2's mixer, token by token, in the dtype of its input."""
+    """Compute Mamba-2's mixer token by token, in the dtype of its input."""
     i, g, n, h = mixer.intermediate_size, mixer.n_groups, mixer.ssm_state_size, mixer.num_heads
     z, xbc, dt = mixer.in_proj(x).split([i, mixer.conv_dim, h], -1)
     taps = F.pad(xbc, (0, 0, mixer.conv_kernel_size - 1, 0)).unfold(1, mixer.conv_kernel_size, 1)
@@ -76,7 +76,7 @@ def test_float64_is_float64_throughout():
 
 
 def count_nodes(output):
-    """Nodes of the graph that a backward pass goes through."""
+    """Count the nodes of the graph that a backward pass goes through."""
     seen, stack = set(), [output.grad_fn]
     while stack:
         node = stack.pop()

@@ -15,7 +15,7 @@ TOLERANCE = 1e-5
 
 
 def padded(side):
-    """Rows of different lengths, the mask over them, and where each row's tokens are."""
+    """Make rows of different lengths, the mask over them, and the positions of each row's tokens."""
     t, rows = max(LENGTHS), [ids(1, n, seed=n)[0] for n in LENGTHS]
     x, mask = torch.full((len(rows), t), 5), torch.zeros(len(rows), t, dtype=torch.long)
     positions = [slice(t - n, t) if side == "left" else slice(0, n) for n in LENGTHS]
@@ -25,7 +25,7 @@ def padded(side):
 
 
 def position_ids(model, mask):
-    """Positions as `generate` counts them: only real tokens."""
+    """Return positions as `generate` counts them: only real tokens."""
     known = positions(model, 0, mask.shape[1])
     return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if known else {}
 
@@ -76,7 +76,7 @@ def test_a_mask_of_ones_moves_no_bit():
 
 
 def packed():
-    """Sequences in one row, as DataCollatorWithFlattening lays them."""
+    """Pack sequences into one row, as DataCollatorWithFlattening does."""
     rows = [ids(1, n, seed=n)[0] for n in LENGTHS]
     lengths = torch.tensor(LENGTHS)
     seq_idx = torch.repeat_interleave(torch.arange(len(rows)), lengths)[None].to(torch.int32)

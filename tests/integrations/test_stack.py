@@ -24,7 +24,7 @@ def fail(*_, **__):
 
 
 def token_of(model):
-    """How a token runs."""
+    """Return how the model runs a token."""
     (model_report,) = report(model).models
     assert (model_report.reason == "") == (model_report.token == ONE_CALL)
     return model_report.token
@@ -44,7 +44,7 @@ def test_a_token_calls_no_mixer_and_is_the_sequence_s(name, rows, monkeypatch):
 
 
 def row_of(cache, row):
-    """A cache with a copy of one row."""
+    """Return a cache with a copy of one row."""
     alone = copy.deepcopy(cache)
     for layer in alone.layers:
         layer.conv_states = {i: x[row : row + 1].clone() for i, x in layer.conv_states.items()}

@@ -14,7 +14,7 @@ TOLERANCE = 1e-5
 
 
 def trained(model, tmp_path, data, collate=None, **options):
-    """Losses of a few steps of transformers' Trainer."""
+    """Return the losses of a few steps of transformers' Trainer."""
     pytest.importorskip("accelerate")
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path),
@@ -81,7 +81,7 @@ def test_checkpointed_gradients(name, reentrant):
 
 
 def adapted(model, targets):
-    """The model with adapters that have something to add."""
+    """Add adapters to the model that change its outputs."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(2)
     config = peft.LoraConfig(r=3, target_modules=targets, init_lora_weights=False)

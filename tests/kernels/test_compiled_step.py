@@ -41,21 +41,21 @@ def threads():
 
 
 def compile_phases(describe, dtype, width, module=None):
-    """A step that must be covered."""
+    """Compile a step, which must be covered."""
     step = CompiledStep(module or nn.Identity(), StepSource(describe, width, dtype, dtype))
     assert step.executable is not None, step.reason
     return step
 
 
 def step_of(block):
-    """One token of a block as it is now; its reason says why there is none."""
+    """Compile the step of a block as it is now; its reason says why there is none."""
     dtype = block.in_proj.weight.dtype
     describe = lambda builder: block.describe_step(builder, 0, to=OUTPUT)  # noqa: E731
     return CompiledStep(block, StepSource(describe, block.d_model, dtype, dtype))
 
 
 def compiled_steps(block, tokens, cache=None):
-    """Outputs of a few compiled steps, and the last cache."""
+    """Return the outputs of a few compiled steps, and the last cache."""
     step, cache, outputs = step_of(block), cache or block.init_cache(tokens.shape[1]), []
     for x in tokens:
         y, tensors = step.run(x, list(cache))
@@ -65,7 +65,7 @@ def compiled_steps(block, tokens, cache=None):
 
 
 def module_steps(block, tokens, cache=None):
-    """The same by the portable implementations of its operators."""
+    """Return the same from the portable implementations of its operators."""
     outputs = []
     with kernels_off():
         for x in tokens:
@@ -75,7 +75,7 @@ def module_steps(block, tokens, cache=None):
 
 
 def compare(actual, expected, dtype):
-    """Outputs and caches; an angle counts by its place on the circle."""
+    """Compare outputs and caches; angles are compared as points on the circle."""
     assert_near(actual[0], expected[0], FLOOR[dtype], "y")
     for name, x, reference in zip(actual[1]._fields, actual[1], expected[1], strict=True):
         if name == "rotation" and x.ndim == 3:
@@ -227,7 +227,7 @@ def move_parameter(block):
 
 
 def round_and_widen(block):
-    """Ends where it began, as likely as not at the same addresses."""
+    """Change the dtype and back, so that the parameters may be at the same addresses as before."""
     block.to(torch.float16).to(torch.float32)
 
 

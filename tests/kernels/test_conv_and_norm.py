@@ -19,7 +19,7 @@ def threads():
 
 
 def run_conv(dtype, b=2, t=70, v=37, w=4, bounds=None, lengths=None, parameters=None):
-    """Everything that the convolution computes on a slice of a wider tensor, by name."""
+    """Return everything that the convolution computes on a slice of a wider tensor, by name."""
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(b, t, v + 5, generator=generator).to(dtype)
     rows = b if bounds is None else len(bounds) - 1
@@ -41,7 +41,7 @@ def run_conv(dtype, b=2, t=70, v=37, w=4, bounds=None, lengths=None, parameters=
 
 
 def run_norm(dtype, rows=70, channels=48, group_size=12, norm_before_gate=False):
-    """Everything that the norm computes, by name; z is a slice of a wider tensor."""
+    """Return everything that the norm computes, by name; z is a slice of a wider tensor."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, channels, generator=generator).to(dtype).requires_grad_()
     z = torch.randn(rows, channels + 3, generator=generator).to(dtype).requires_grad_()

@@ -1,4 +1,4 @@
-"""What is handed to the kernels is checked, whoever calls: they follow shapes and dtypes into memory."""
+"""Arguments of the kernels are checked, whatever calls them: they follow shapes and dtypes into memory."""
 
 import os
 import subprocess

@@ -30,7 +30,7 @@ D = torch.float64
 def rotated_scan(
     *inputs, rotation="interleaved", chunk_len=16, lengths=None, bounds=None, pathway="single", algorithm="fused"
 ):
-    """The operator, on the kernels if not asked for another algorithm."""
+    """Call the operator, on the kernels unless another algorithm is requested."""
     return OPERATORS["rotated_trapezoid_scan"](*inputs, rotation, lengths, bounds, chunk_len, algorithm, pathway)
 
 
@@ -48,7 +48,7 @@ def discretize(
     lengths=None,
     quaternion=False,
 ):
-    """The operator."""
+    """Call the operator."""
     return OPERATORS["discretize"](
         dt, a, trapezoid_logit, angular_rate, bias, heavy_tail, floor, dt_min, dt_max, max_rotation, quaternion, lengths
     )
@@ -82,7 +82,7 @@ LAYOUTS = {
 
 
 def block_of(options, dtype, seed=0):
-    """A block whose parameters all play a part, with turns and decays that matter within a few tokens."""
+    """Make a block whose parameters all matter, with rotations and decays that matter within a few tokens."""
     torch.manual_seed(seed)
     block = Mamba3(**{"d_model": 16, "d_state": 8, "headdim": 8, **options}, dtype=D)
     for name, parameter in block.named_parameters():
@@ -93,7 +93,7 @@ def block_of(options, dtype, seed=0):
 
 
 def run_block(block, layout, path=None):
-    """Outputs, cache and all gradients from a random cache."""
+    """Return outputs, cache and all gradients from a random cache."""
     torch.manual_seed(1)
     dtype, rows = block.out_proj.weight.dtype, 5 if "cu_seqlens" in layout else 3
     x = torch.randn(1 if rows == 5 else rows, 150, block.config.d_model, dtype=D).to(dtype)
@@ -135,7 +135,7 @@ PARAMETERS = {"k_bias", "q_bias", "skip", "value_weight"}
 
 
 def scan_inputs(b=2, t=90, r=1, h=6, g=2, p=5, n=12, s=3, dtype=torch.float32, sequences=None, rotation="interleaved"):
-    """Inputs of the scan with rotations by name; k and q are slices of a wider tensor."""
+    """Make inputs of the scan with rotations, by name; k and q are slices of a wider tensor."""
     quaternion = rotation == "quaternion"
     generator = torch.Generator().manual_seed(0)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -164,7 +164,7 @@ def scan_inputs(b=2, t=90, r=1, h=6, g=2, p=5, n=12, s=3, dtype=torch.float32, s
 
 
 def run_scan(inputs, *, rotation="interleaved", lengths=None, bounds=None, pathway="single", algorithm="fused"):
-    """All results and gradients of the scan with rotations, by name."""
+    """Return all results and gradients of the scan with rotations, by name."""
     leaves = {name: None if x is None else x.detach().requires_grad_() for name, x in inputs.items()}
     outputs = rotated_scan(
         *leaves.values(),
@@ -243,7 +243,7 @@ def test_a_nan_stays_in_its_sequence(rotation):
 
 @pytest.mark.parametrize("dtype", [torch.float32, D], ids=str)
 def test_cosine_and_sine_are_within_two_units_in_the_last_place(dtype):
-    """One step without a turn from an angle, and a key of (1, 0): the last key is the cosine and the sine."""
+    """One step without a rotation from an angle, and a key of (1, 0): the last key is the cosine and the sine."""
     rows = 100_000
     angle = torch.linspace(0, 2 * math.pi, rows, dtype=dtype)
     inputs = scan_inputs(b=1, t=1, h=rows, g=1, p=1, n=2, s=1, dtype=dtype)
@@ -282,8 +282,8 @@ def test_quaternions_stay_exact_over_a_long_sequence():
     assert (last_rotation.norm(dim=-1) - 1).abs().max() < 1e-6
 
 
-def test_quaternions_about_one_axis_turn_as_planes_do():
-    """Channels (4 j, 4 j + 1) and (4 j + 2, 4 j + 3) of a block turn by half the angle about the first axis."""
+def test_quaternions_about_one_axis_rotate_as_planes_do():
+    """Channels (4 j, 4 j + 1) and (4 j + 2, 4 j + 3) of a block rotate by half the angle about the first axis."""
     planes = scan_inputs(h=3, g=1, n=8, s=4, dtype=D)
     quaternions = dict(planes)
     rate, start = planes["rate"][..., ::2].repeat_interleave(2, -1), planes["start"][..., ::2].repeat_interleave(2, -1)
@@ -299,7 +299,7 @@ def test_quaternions_about_one_axis_turn_as_planes_do():
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-8, 1e-3, 1.0, 40.0])
-def test_gradients_of_turns_of_any_size_equal_the_portable_ones(size):
+def test_gradients_of_rotations_of_any_size_equal_the_portable_ones(size):
     inputs = scan_inputs(t=20, dtype=D, rotation="quaternion")
     inputs["rate"] *= size
     compiled = run_scan(inputs, rotation="quaternion", lengths=[20, 7])
@@ -383,7 +383,7 @@ GATES = {"siso": (1, False), "rank 1": (1, True), "rank 3": (3, True)}
 
 
 def run_gate(dtype, r, weighted, b=2, t=37, h=3, p=7):
-    """Everything that the gate computes; z is a slice of a wider tensor."""
+    """Return everything that the gate computes; z is a slice of a wider tensor."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape, dtype=dtype):
@@ -397,7 +397,7 @@ def run_gate(dtype, r, weighted, b=2, t=37, h=3, p=7):
 
 
 def run_rms_norm(dtype, b=3, t=11, r=3, g=2, n=10):
-    """Everything that the norm computes, on a slice of a wider tensor."""
+    """Return everything that the norm computes, on a slice of a wider tensor."""
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(b, t, r * g * n + 4, generator=generator, dtype=D).to(dtype).requires_grad_()
     norm = RMSNorm(n, dtype=dtype)
@@ -451,7 +451,7 @@ def test_an_empty_batch_has_empty_results():
     assert RMSNorm(4)(torch.zeros(0, 4)).shape == (0, 4)
 
 
-def test_turns_that_do_not_fit_are_rejected():
+def test_rotations_that_do_not_fit_are_rejected():
     inputs = scan_inputs(t=5, rotation="quaternion")
     with pytest.raises(ValueError, match="must describe the same quaternion rotation of 6 heads"):
         rotated_scan(*{**inputs, "rate": inputs["rate"][..., :-1]}.values(), rotation="quaternion")
@@ -486,7 +486,7 @@ print(bindings.LIBRARY.isa)
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
-def test_narrower_instruction_sets_agree(isa):
+def test_smaller_instruction_sets_agree(isa):
     if bindings.LIBRARY.isa == "baseline" and isa != "baseline":
         pytest.skip("this processor has no AVX2")
     if bindings.LIBRARY.isa == "wide":

@@ -165,7 +165,7 @@ print(bindings.LIBRARY.isa)
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
-def test_narrower_instruction_sets_agree(isa):
+def test_smaller_instruction_sets_agree(isa):
     if bindings.LIBRARY.isa == "baseline" and isa != "baseline":
         pytest.skip("this processor has no AVX2")
     if bindings.LIBRARY.isa == "wide":

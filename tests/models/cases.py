@@ -30,7 +30,7 @@ FAMILIES = {
 
 
 def small_lm(family="Mamba2", dtype=torch.float32, seed=0, **fields):
-    """A model of two layers that does more than to repeat its last token."""
+    """Make a model of two layers that does more than repeat its last token."""
     torch.manual_seed(seed)
     defaults = {"d_model": 32, "n_layer": 2, "vocab_size": 61, "ssm_cfg": dict(FAMILIES[family])}
     model = MambaLM(**{**defaults, **fields}, dtype=dtype)
@@ -43,7 +43,7 @@ def small_lm(family="Mamba2", dtype=torch.float32, seed=0, **fields):
 
 
 def codestral_lm(dtype=torch.float32):
-    """A model that the Codestral format can hold: official block sizes, several groups."""
+    """Make a model that the Codestral format can hold: official block sizes, several groups."""
     return small_lm(
         ssm_cfg={"layer": "Mamba2", "ngroups": 2},
         d_model=64,

@@ -60,7 +60,7 @@ def test_reversing_the_input_and_swapping_the_directions_reverses_the_output(kin
 
 
 def _swapped(name, value):
-    """A parameter of the stack with the directions swapped: layers change places, and the halves of a merge."""
+    """Return the name and value of a parameter with the directions swapped: of a layer, or the halves of a merge."""
     first, *rest = name.split(".", 2)
     if first == "layers":
         return ".".join([first, str(int(rest[0]) ^ 1), rest[1]]), value

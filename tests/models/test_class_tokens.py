@@ -19,7 +19,7 @@ LEVELS = {
 
 
 def by_hand(positions, length):
-    """Names of what a whole sequence becomes, from the definition."""
+    """Return the names of the elements of a whole sequence, from the definition."""
     before = [[] for _ in range(length + 1)]
     ranked = sorted(range(len(positions)), key=lambda i: ORDER.get(positions[i], 3))
     for i in ranked:
@@ -78,7 +78,7 @@ def make(**fields):
 
 
 def in_parts(stack, x, sizes, primes=()):
-    """Outputs and the cache of a sequence in parts, some of them after priming."""
+    """Return outputs and the cache of a sequence in parts, some of them after priming."""
     ys, cache, t = [], None, x.shape[1]
     for i, part in enumerate(x.split(sizes, dim=1)):
         if i in primes:
@@ -93,7 +93,7 @@ def in_parts(stack, x, sizes, primes=()):
 
 
 def primed(stack, x, sizes, i, last):
-    """What priming before part i adds: only its last output is known, the others are taken from the whole."""
+    """Return what priming before part i adds: only its last output is known, the others are taken from the whole."""
     whole = stack(x)
     begin = sum(sizes[:i])
     indices = stack.output_indices(x.shape[1]).tokens

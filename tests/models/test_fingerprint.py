@@ -21,7 +21,7 @@ KNOWN = {
 
 
 def with_config(model, **fields):
-    """The same weights with another config, whose blocks have these fields."""
+    """Make a model with the same weights and another config, whose blocks have these fields."""
     ssm_cfg = {**model.config.ssm_cfg, **{k: v for k, v in fields.items() if k not in MambaLMConfig.__annotations__}}
     others = {k: v for k, v in fields.items() if k in MambaLMConfig.__annotations__}
     other = MambaLM(dataclasses.replace(model.config, ssm_cfg=ssm_cfg, **others), dtype=model.dtype)

@@ -45,7 +45,7 @@ def test_rows_branch_and_cat_joins(family, x):
 
 
 def rows_cases():
-    """Ways to say which rows, and the rows they mean, of three."""
+    """Return ways to select rows, and the rows of three that they select."""
     return [
         (1, [1]),
         (-1, [2]),

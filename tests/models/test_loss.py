@@ -11,7 +11,7 @@ from tests.support import FLOOR, assert_near
 
 @pytest.fixture(params=[1, 50, 10**6], ids=lambda size: f"{size} logits at once")
 def sizes(request, monkeypatch):
-    """Rows one at a time, a few at a time, and all at once."""
+    """Limit how many logits are computed at once: those of one row, of a few rows, or all."""
     monkeypatch.setattr(loss, "_MAX_LOGITS", request.param)
 
 

@@ -24,7 +24,7 @@ ROWS = (5, 1, 7)
 
 
 def in_batch(rows, begins=(2, 4, 1)):
-    """Rows padded in several positions to 8 steps, with a mask; the padding of numbers is NaN."""
+    """Pad rows to 8 steps in several ways, with a mask; the padding of numbers is NaN."""
     first = rows[0]
     fill = torch.nan if first.is_floating_point() else 0
     batch = torch.full((len(rows), 8, *first.shape[1:]), fill, dtype=first.dtype)

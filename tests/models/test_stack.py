@@ -38,7 +38,7 @@ KINDS = {
 
 
 def make(kind="mixed with MLPs", dtype=torch.float64, **fields):
-    """A stack whose every parameter plays a part."""
+    """Make a stack in which every parameter has an influence."""
     stack = Stack(**{"d_model": WIDTH, "n_layer": 2, **KINDS[kind], **fields}, dtype=dtype)
     with torch.no_grad():
         for name, parameter in stack.named_parameters():
@@ -50,7 +50,7 @@ def make(kind="mixed with MLPs", dtype=torch.float64, **fields):
 
 
 def results(stack, x, run):
-    """Outputs, caches, and the gradients of inputs and parameters, by name; an angle by its cosine and sine."""
+    """Return outputs, caches, and gradients of inputs and parameters by name; angles as cosines and sines."""
     x = x.detach().clone().requires_grad_()
     y, cache = run(x)
     tensors = {"y": y}

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.usefixtures("each_implementation")
 
 
 def reference(x, window, conv):
-    """Torch's own convolution over the window's tail and the input."""
+    """Compute torch's own convolution over the window's tail and the input."""
     s = torch.cat([window.transpose(1, 2), x], 1)[:, 1:]
     return F.silu(F.conv1d(s.transpose(1, 2), conv.weight, conv.bias, groups=x.shape[2])).transpose(1, 2)
 

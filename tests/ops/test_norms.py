@@ -9,7 +9,7 @@ pytestmark = pytest.mark.usefixtures("each_implementation")
 
 
 def reference(x, z, norm):
-    """The definition, in plain autograd."""
+    """Compute the definition, in plain autograd."""
     u = x if norm.norm_before_gate else x * F.silu(z)
     groups = u.unflatten(-1, (-1, norm.group_size))
     y = (groups / (groups.square().mean(-1, keepdim=True) + norm.eps).sqrt()).flatten(-2) * norm.weight

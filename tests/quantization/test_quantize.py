@@ -17,7 +17,7 @@ from anymamba.quantization.quantize import quantize_model, weight_format
 from tests.models.cases import FAMILIES, small_lm
 from tests.support import FLOOR, assert_near
 
-# The logits of a model against float64; products with whole numbers round activations to 16 bits. Measured over these
+# The logits of a model against float64; products with integer weights round activations to 16 bits. Measured over these
 # cases: at most 1.1e-4.
 FORMATS = tuple(FORMAT_SPECS)
 GROUPS = [name for name, spec in FORMAT_SPECS.items() if spec.group_size]
@@ -26,7 +26,7 @@ IDS = torch.arange(18).view(2, 9) * 7 % 61
 
 
 def widened_lm(model):
-    """The same model with plain float32 weights of the same values."""
+    """Return the same model with plain float32 weights of the same values."""
     plain = MambaLM(model.config)
     quantized_layers = {
         name: module
@@ -43,7 +43,7 @@ def widened_lm(model):
 @pytest.mark.usefixtures("each_implementation")
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_narrow_model_computes_what_the_widened_one_does(family, format):
+def test_a_quantized_model_computes_what_the_widened_one_does(family, format):
     model = quantize_model(small_lm(family, tie_embeddings=format == "int8"), format)
     plain = widened_lm(model)
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_a_compiled_token_is_to_the_bit_that_of_the_widened_model(family, format
 @pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
 @pytest.mark.parametrize("format", GROUPS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_compiled_token_of_whole_numbers_is_near_that_of_the_widened_model(family, format):
+def test_a_compiled_token_of_integer_weights_is_near_that_of_the_widened_model(family, format):
     """Activations are rounded to 16 bits in every product."""
     model = quantize_model(small_lm(family), format)
     quantized, exact = decoder(model), widened_lm(model).double()
@@ -102,14 +102,14 @@ def test_a_compiled_token_does_not_depend_on_the_rows_beside_it_nor_on_the_threa
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_saved_narrow_model_is_the_same_to_the_bit(tmp_path, format, tied):
+def test_a_saved_quantized_model_is_the_same_to_the_bit(tmp_path, format, tied):
     small_lm(tie_embeddings=tied).save_pretrained(tmp_path / "plain")
     model = MambaLM.from_pretrained(tmp_path / "plain", weights=format)
     assert weight_format(model) == format
     assert model.dtype == torch.float32
     assert model.is_tied == tied
-    model.save_pretrained(tmp_path / "narrow")
-    again = MambaLM.from_pretrained(tmp_path / "narrow")
+    model.save_pretrained(tmp_path / "quantized")
+    again = MambaLM.from_pretrained(tmp_path / "quantized")
     assert weight_format(again) == format
     assert model.state_dict().keys() == again.state_dict().keys()
     with torch.no_grad():
@@ -118,7 +118,7 @@ def test_a_saved_narrow_model_is_the_same_to_the_bit(tmp_path, format, tied):
     assert torch.equal(generate(model, IDS, 5).tokens, generate(again, IDS, 5).tokens)
 
 
-def test_loading_and_narrowing_in_memory_give_the_same(tmp_path):
+def test_quantizing_while_loading_and_in_memory_give_the_same(tmp_path):
     plain = small_lm("Mamba3")
     plain.save_pretrained(tmp_path)
     loaded, quantized = MambaLM.from_pretrained(tmp_path, weights="int4"), quantize_model(copy.deepcopy(plain), "int4")
@@ -132,17 +132,18 @@ def test_activations_may_be_narrower_than_float32(tmp_path):
     assert model.dtype == torch.bfloat16
     with torch.no_grad():
         assert model(IDS).logits.dtype == torch.bfloat16
-    model.save_pretrained(tmp_path / "narrow")
-    assert MambaLM.from_pretrained(tmp_path / "narrow").dtype == torch.bfloat16
+    model.save_pretrained(tmp_path / "quantized")
+    assert MambaLM.from_pretrained(tmp_path / "quantized").dtype == torch.bfloat16
 
 
-def test_an_adapter_beside_a_narrow_weight_is_called_and_trained():
+def test_an_adapter_of_a_quantized_weight_is_called_and_trained():
     model = quantize_model(small_lm("Mamba2"), "int8")
 
     class Adapted(nn.Module):
         def __init__(self, base):
             super().__init__()
-            self.base, self.down = base, nn.Linear(base.in_features, 2, bias=False)
+            self.base = base
+            self.down = nn.Linear(base.in_features, 2, bias=False)
             self.up = nn.Linear(2, base.out_features, bias=False)
 
         def forward(self, x):
@@ -277,9 +278,9 @@ def test_what_cannot_be_is_named(tmp_path):
     with pytest.raises(ValueError, match="the transformers format cannot hold weights in int8"):
         quantized.save_pretrained(tmp_path / "other", format="transformers")
     assert not (tmp_path / "other").exists()
-    quantized.save_pretrained(tmp_path / "narrow")
+    quantized.save_pretrained(tmp_path / "quantized")
     with pytest.raises(ValueError, match="stored in int8, and cannot be loaded in int4"):
-        MambaLM.from_pretrained(tmp_path / "narrow", weights="int4")
+        MambaLM.from_pretrained(tmp_path / "quantized", weights="int4")
     with torch.no_grad():
         plain.backbone.layers[0].mixer.in_proj.weight[3, 4] = torch.nan
     with pytest.raises(ValueError, match=r"backbone.layers.0.mixer.in_proj.weight: .* not finite"):

@@ -26,7 +26,7 @@ SIZES = [(1, 1), (5, 7), (3, 16), (17, 33), (64, 64), (29, 129), (100, 200), (13
 
 
 def assert_product(y, x, stored, format, least=0.0):
-    """y = x weightᵀ as in float64, but for float32's error and, of whole numbers, activations rounded to 16 bits."""
+    """Assert y = x weightᵀ up to float32's error and, for integer weights, activations rounded to 16 bits."""
     wide, x = dequantize_tensor(stored, torch.float64), x.detach().double()
     exact = x @ wide.T
     allowed = torch.full_like(exact, 4 * FLOOR[torch.float32] * max(exact.abs().max().item() if len(x) else 0, least))
@@ -37,7 +37,7 @@ def assert_product(y, x, stored, format, least=0.0):
 
 
 def weight(out, width, seed=0):
-    """Rows of very different sizes."""
+    """Draw rows of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(out, width, generator=generator) * torch.logspace(-6, 2, out).unsqueeze(1)
 
@@ -105,7 +105,7 @@ def test_activations_of_other_dtypes(dtype):
 
 @pytest.mark.parametrize("format", GROUPS)
 @pytest.mark.parametrize(("out", "width"), [*SIZES, (9, 96), (6, 544), (7, 1056)])
-def test_activations_that_are_whole_numbers_of_sixteen_bits_lose_nothing(format, out, width):
+def test_activations_that_are_integers_of_sixteen_bits_lose_nothing(format, out, width):
     """What is rounded are the activations, and nothing else but the last sums over groups."""
     generator = torch.Generator().manual_seed(width)
     stored = quantize_tensor(torch.randn(out, width, generator=generator), format)
@@ -208,7 +208,7 @@ def test_bad_weights_and_inputs_are_named():
 
 
 @pytest.mark.parametrize("rows", [3, 200])
-def test_autocast_does_not_narrow_the_sums(rows):
+def test_autocast_does_not_round_the_sums(rows):
     x, weight = torch.randn(rows, 64), torch.randn(32, 64)
     stored = quantize_tensor(weight, "int8")
     with torch.autocast("cpu", torch.bfloat16):

@@ -13,7 +13,7 @@ NAMES = ("v", "k", "q", "log_decay", "initial_state")
 
 
 def make_inputs(b=2, t=13, r=1, h=4, p=3, g=2, n=5, bounds=None, dtype=torch.float64, decay=1.0, seed=0):
-    """Random scan inputs; `decay` scales the log-decays, `bounds` packs sequences (and sets b to 1)."""
+    """Draw scan inputs; `decay` scales the log-decays, `bounds` packs sequences (and sets b to 1)."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -33,7 +33,7 @@ def make_inputs(b=2, t=13, r=1, h=4, p=3, g=2, n=5, bounds=None, dtype=torch.flo
 
 
 def run(inputs, path, bounds=None, heads_seed=1):
-    """Outputs, final state, and the gradients of all inputs under a loss on both."""
+    """Return outputs, final state, and the gradients of all inputs under a loss on both."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     cu_seqlens = None if bounds is None else torch.tensor(bounds)
     initial_state = leaves.pop("initial_state")

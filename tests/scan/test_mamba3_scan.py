@@ -25,7 +25,7 @@ def make(b=2, t=11, r=2, h=4, g=2, p=3, n=5, rows=None):
 
 
 def recurrence(v, k, q, log_decay, gamma, kappa, initial_state, previous_v, previous_k):
-    """The formula, step by step."""
+    """Compute the formula step by step."""
     heads = v.shape[3] // k.shape[3]
     k, q, previous_k = (x.repeat_interleave(heads, dim=-2) for x in (k, q, previous_k))
     state, before, ys = initial_state, torch.einsum("zrhp,zrhn->zhpn", previous_v, previous_k), []
@@ -85,7 +85,7 @@ def test_a_state_may_be_forgotten_at_once(r, algorithm, pathway):
 
 
 def make_ranks(inputs):
-    """Values of all ranks as multiples of the first, as a block makes them; the multiples (h, r, p)."""
+    """Return values of all ranks as multiples of the first, as a block makes them; the multiples (h, r, p)."""
     r, h, p = inputs["v"].shape[2:]
     weight_hrp = torch.randn(h, r, p, generator=torch.Generator().manual_seed(2), dtype=D)
     weight_hrp[:, 0] = 1
@@ -95,7 +95,7 @@ def make_ranks(inputs):
 
 
 def rotated(inputs, weight_hrp, path):
-    """The same by `rotated_trapezoid_scan`, which the kernels fuse, without biases, rotation and skip."""
+    """Compute the same with `rotated_trapezoid_scan`, which the kernels fuse, without biases, rotation and skip."""
     rows, r, h, p = inputs["previous_v"].shape
     b, t, _, g, n = inputs["k"].shape
     dtype, acc_dtype = inputs["v"].dtype, inputs["log_decay"].dtype
@@ -120,7 +120,7 @@ def rotated(inputs, weight_hrp, path):
 
 
 def run_in(dtype, inputs, path):
-    """Outputs and state of both scans in a dtype, and those of the definition in float64 on the same numbers."""
+    """Run both scans in a dtype, and the definition in float64 on the same numbers; return outputs and states."""
     acc_dtype, weight_hrp = torch.float32, make_ranks(inputs)
     activations = ("v", "k", "q", "previous_v", "previous_k")
     cast = {name: x.to(dtype if name in activations else acc_dtype) for name, x in inputs.items()}

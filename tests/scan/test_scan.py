@@ -237,7 +237,7 @@ def test_the_hand_derived_log_decay_gradient_does_not_cancel(algorithm):
 
 
 def test_masks_hold_no_denormals():
-    """A weight is a normal number or zero: x86 is ten times slower on what lies between."""
+    """A weight is a normal number or zero: x86 is ten times slower on what is between them."""
     lam = cumulative_decay(torch.full((200,), -0.7), -1)
     mask = causal_decay(lam, torch.float32)
     tiny = torch.finfo(torch.float32).tiny

@@ -1,4 +1,4 @@
-"""Mamba-1's scan: every algorithm against the definition, values and gradients, and its doors."""
+"""Mamba-1's scan: every algorithm against the definition, values and gradients, and its entry points."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ NAMES = ("x", "dt", "A", "B", "C", "D", "z", "initial_state")
 
 
 def make_inputs(b=2, t=11, i=6, n=5, bounds=None, dtype=torch.float64, scale=1.0, seed=0):
-    """Random inputs, far from any special value; `scale` is that of the step sizes before their softplus."""
+    """Draw inputs far from any special value; `scale` is that of the step sizes before their softplus."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -35,7 +35,7 @@ def make_inputs(b=2, t=11, i=6, n=5, bounds=None, dtype=torch.float64, scale=1.0
 
 
 def run(inputs, path, bounds=None):
-    """Both results, and the gradients of all inputs under a loss on both."""
+    """Return both results, and the gradients of all inputs under a loss on both."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     cu_seqlens = None if bounds is None else torch.tensor(bounds)
     y, final = selective_scan(**leaves, path=path, cu_seqlens=cu_seqlens)
@@ -49,7 +49,7 @@ def run(inputs, path, bounds=None):
 
 
 def by_definition(x, dt, A, B, C, D, z, initial_state):
-    """The formula, number by number."""
+    """Compute the formula number by number."""
     b, t, i = x.shape
     y, state = torch.zeros_like(x), initial_state.clone()
     for row in range(b):

@@ -19,7 +19,7 @@ def make_inputs(b=2, t=19, h=4, p=3, g=2, n=5, d=None, dtype=torch.float64):
 
 
 def by_hand(x, dt, A, B, C, D, state):
-    """The recurrence with plain loops over batch, head and time; groups expand to heads with repeat_interleave."""
+    """Compute the recurrence with loops over batch, head and time; repeat_interleave expands groups to heads."""
     b, t, h, p = x.shape
     B, C = (m.repeat_interleave(h // B.shape[2], dim=2) for m in (B, C))
     y, state = torch.zeros_like(x), state.clone()

@@ -24,7 +24,7 @@ MESSAGES = [
 
 
 def bodies(count, seed):
-    """Pairs of a path and the bytes of a body."""
+    """Yield pairs of a path and the bytes of a body."""
     chance = random.Random(seed)
     for _ in range(count):
         chat = chance.random() < 0.5

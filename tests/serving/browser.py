@@ -37,12 +37,14 @@ class Browser:
             tab = next(tab for tab in json.loads(connection.getresponse().read()) if tab["type"] == "page")
         self._stack = contextlib.ExitStack()
         self._socket = self._stack.enter_context(connect(tab["webSocketDebuggerUrl"], max_size=None))
-        self._ids, self.problems, self.requested = itertools.count(), [], []
+        self._ids = itertools.count()
+        self.problems = []
+        self.requested = []
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method, **parameters):
-        """The result of a command; errors of the page meanwhile are noted."""
+        """Return the result of a command, and collect errors of the page meanwhile."""
         number = next(self._ids)
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
         while True:
@@ -61,7 +63,7 @@ class Browser:
             self.requested.append(parameters["request"]["url"])
 
     def run(self, code):
-        """The value of JavaScript."""
+        """Return the value of a JavaScript expression."""
         response = self.call("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in response, response
         return response["result"].get("value")
@@ -102,7 +104,7 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
 
     def screenshot(self, path):
-        """A picture."""
+        """Save a picture of the window."""
         Path(path).write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def close(self):

@@ -37,14 +37,14 @@ def pytest_runtest_protocol(item):
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory):
-    """A model and its directory."""
+    """Save a small model; return it and its directory."""
     directory = tmp_path_factory.mktemp("serving") / "tiny"
     return make_model(directory), directory
 
 
 @pytest.fixture(scope="session")
 def server(served):
-    """A server that the tests here share."""
+    """Start a server that the tests here share."""
     running = Running(
         served[1], "--body-seconds", "1.5", "--max-body", "1", "--max-prompt", "4096", "--segment-len", "32"
     )

@@ -27,7 +27,8 @@ class Crashes:
     def __init__(self, directory, seconds, seed):
         self.seed = seed
         self.until = time.monotonic() + seconds
-        self.counts, self.problems = Counter(), []
+        self.counts = Counter()
+        self.problems = []
         self.acknowledged = {f"s{i}": [0] for i in range(SESSIONS)}  # tokens after each turn
         self._directory = directory
         self.servers = [self.start(), self.start()]
@@ -37,7 +38,7 @@ class Crashes:
         return Running(self._directory / "model", *options)
 
     def append(self, number):
-        """A client that appends to sessions until the time is over."""
+        """Append to sessions as a client until the time is over."""
         chance = random.Random(f"{self.seed}/{number}")
         while time.monotonic() < self.until and not self.problems:
             name = chance.choice(list(self.acknowledged))

@@ -18,7 +18,7 @@ TEMPLATE = (
 
 
 def make_model(directory, **fields):
-    """A small model of bytes with a chat template, in a directory."""
+    """Save a small model of bytes with a chat template in a directory."""
     from tests.models.cases import small_lm
 
     model = small_lm(**{"vocab_size": 256, "pad_vocab_size_multiple": 1, **fields})
@@ -77,7 +77,7 @@ class Running:
             print("".join(server.errors), file=sys.stderr)
 
     def ask(self, path, body=None, *, method=None, headers=(), timeout=60):
-        """Status, headers and content of an answer; a body that is not bytes is sent as JSON."""
+        """Send a request; return status, headers and content. A body that is not bytes is sent as JSON."""
         content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         kind = {} if body is None else {"Content-Type": "application/json"}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
@@ -87,13 +87,13 @@ class Running:
             return response.status, response.headers, response.read()
 
     def post(self, path, **body):
-        """The object that answers a request, which must succeed."""
+        """Send a request, which must succeed, and return the object in the response."""
         status, _, content = self.ask(path, body)
         assert status == 200, content
         return json.loads(content)
 
     def metrics(self, **headers):
-        """Every number of /metrics that has no labels."""
+        """Return every number of /metrics that has no labels."""
         _, _, content = self.ask("/metrics", headers=headers, timeout=PATIENCE)
         lines = [line.split() for line in content.decode().splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in lines if "{" not in name}

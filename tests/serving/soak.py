@@ -42,15 +42,18 @@ class Soak:
     """The load and what it found."""
 
     def __init__(self, server, model, seconds, seed, only, most):
-        self.server, self.seed = server, seed
-        self.counts, self.problems = Counter(), []
+        self.server = server
+        self.seed = seed
+        self.counts = Counter()
+        self.problems = []
         self.known = list(_known(model, random.Random(seed)))
         every = [self.exact, self.exact, self.vanish, self.vanish, self.talk, self.talk, self.fuzz, self.scattered]
         self.kinds = [kind for kind in every if only in (None, kind.__name__)]
-        self.most, self.until = most, time.monotonic() + seconds
+        self.most = most
+        self.until = time.monotonic() + seconds
 
     def work(self, number):
-        """One client after another."""
+        """Act as one client after another."""
         chance = random.Random(f"{self.seed}/{number}")
         fuzzed = bodies(10**9, seed=self.seed * CLIENTS + number)
         while time.monotonic() < self.until and not self.problems and self.counts.total() < self.most:
@@ -73,7 +76,7 @@ class Soak:
         assert tokens == expected, (body, tokens, expected)
 
     def talk(self, chance, _):
-        """A conversation of a few turns, with a name or without."""
+        """Hold a conversation of a few turns, with a name or without."""
         messages, session = [], chance.choice([{}, {"session": f"s{chance.randrange(30)}"}])
         for _ in range(chance.randrange(1, 5)):
             messages.append({"role": "user", "content": "x" * chance.randrange(1, 200)})
@@ -86,7 +89,7 @@ class Soak:
             messages.append({"role": "assistant", "content": reply})
 
     def scattered(self, chance, _):
-        """A stream of several samples, read in parts."""
+        """Read a stream of several samples in parts."""
         body = {"prompt": "y" * chance.randrange(1, 400), "n": 3, "max_tokens": 30, "stream": True, "logprobs": 2}
         with self.connection() as connection:
             connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -103,7 +106,7 @@ class Soak:
         assert status == 200 or (400 <= status < 500 and json.loads(content)["error"]["message"]), (status, body[:300])
 
     def vanish(self, chance, _):
-        """Be a client that disconnects."""
+        """Disconnect before the response ends."""
         body = {"prompt": "z" * chance.randrange(1, 2000), "max_tokens": 4000, "n": 2, "stream": chance.random() < 0.7}
         content = json.dumps(body).encode()
         content = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" + (
@@ -122,7 +125,7 @@ class Soak:
 
 
 def _known(model, chance):
-    """Requests, and what `generate` gives each alone."""
+    """Yield requests, and what `generate` gives each alone."""
     for seed in range(24):
         ids = [chance.randrange(256) for _ in range(chance.choice([1, 5, 31, 32, 33, 100, 250]))]
         n = chance.randrange(1, 60)
@@ -132,7 +135,7 @@ def _known(model, chance):
 
 
 def soak(seconds, seed, only=None, most=float("inf")):
-    """Run the load; returns a line for each error."""
+    """Run the load; return a line for each error."""
     with tempfile.TemporaryDirectory() as directory:
         model = make_model(Path(directory) / "model")
         options = ["--states", f"{directory}/states", "--state-memory", 1, "--state-disk", 4, "--segment-len", SEGMENT]
@@ -153,7 +156,7 @@ def soak(seconds, seed, only=None, most=float("inf")):
 
 
 def stop(server):
-    """End the server; returns what went wrong."""
+    """End the server; return what went wrong."""
     try:
         code = server.stop()
     except subprocess.TimeoutExpired:
@@ -165,7 +168,7 @@ def stop(server):
 
 
 def note(server, load, seconds):
-    """The time and the server's memory."""
+    """Print the time and the server's memory, and return both."""
     metrics = server.metrics()
     moment, size = seconds - (load.until - time.monotonic()), metrics["process_resident_memory_bytes"]
     rest = f"{metrics['process_open_fds']:3.0f} descriptors  {sum(load.counts.values())} clients"
@@ -174,7 +177,7 @@ def note(server, load, seconds):
 
 
 def judge(samples, end, seconds, start):
-    """What is left at the end, and how memory has grown."""
+    """Check what is left at the end, and how memory has grown."""
     states, tokens = end["anymamba_states"], end["anymamba_written_tokens_total"]
     print(f"{tokens:,.0f} tokens written, {end['anymamba_disconnects_total']:.0f} disconnects")
     print(f"at the end {end['process_open_fds']:.0f} descriptors, {states:.0f} states in memory")

@@ -15,7 +15,7 @@ openai = pytest.importorskip("openai")
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory):
-    """A model and a server of it."""
+    """Start a server of a model; return both."""
     torch.manual_seed(0)
     directory = tmp_path_factory.mktemp("embeddings") / "vectors"
     stack = {"d_model": 16, "n_layer": 2, "ssm_cfg": {"layer": "Mamba2", "d_state": 8, "headdim": 8}}

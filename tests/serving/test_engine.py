@@ -59,7 +59,7 @@ def plan(n=12, **sampling):
 
 
 def make_job(ids, plans, state=None, **options):
-    """A job and the queue of its events."""
+    """Make a job and the queue of its events."""
     events = queue.Queue()
     keys = [prompt_key(ids)] * len(plans)
     options |= {"continuations": plans, "sampling_keys": keys, "emit": events.put}
@@ -67,7 +67,7 @@ def make_job(ids, plans, state=None, **options):
 
 
 def tokens_of(events, rows=1):
-    """What each row wrote, once all have ended."""
+    """Return what each row wrote, once all have ended."""
     written = [[] for _ in range(rows)]
     ended = 0
     while ended < rows:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(chromium() is None, reason="no chromium to open 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-    """A server whose model writes words, some of them markup."""
+    """Start a server whose model writes words, some of them markup."""
     tokenizers = pytest.importorskip("tokenizers")
     directory = tmp_path_factory.mktemp("page") / "words"
     small_lm("Mamba3", vocab_size=len(WORDS), pad_vocab_size_multiple=1).save_pretrained(directory)
@@ -42,7 +42,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def page(browser, words):
-    """The page, fresh, in a wide light window."""
+    """Open the page with empty storage in a wide light window."""
     browser.size(1100, 800)
     browser.open(words.url)
     browser.run("localStorage.clear(); sessionStorage.clear(); localStorage.setItem('anymamba.theme', 'light')")

@@ -92,7 +92,7 @@ def test_a_body_that_is_not_json_is_rejected_with_the_position(content, message)
 
 
 def problem(path, content):
-    """What is wrong with a body, None if nothing is."""
+    """Return what is wrong with a body, None if nothing is."""
     try:
         (read_chat if "chat" in path else read_completion)(parse_body(content), LIMITS, 256, "m")
     except ApiError as error:

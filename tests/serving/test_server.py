@@ -23,7 +23,7 @@ def ids_of(text):
 
 
 def alone(model, prompt, n, **options):
-    """The tokens that `generate` gives a prompt alone."""
+    """Return the tokens that `generate` gives a prompt alone."""
     return model.generate(torch.tensor([prompt]), n, segment_len=SEGMENT, **options).rows()[0]
 
 
@@ -313,7 +313,7 @@ def send(connection, body, path="/v1/completions", host="127.0.0.1"):
 
 
 def vanish(server, count, seed=0):
-    """Clients that disconnect at random points."""
+    """Connect as many clients, each of which disconnects at a random point."""
     chance = random.Random(seed)
 
     def one(_):

@@ -36,7 +36,7 @@ def store(directory=None, limit=2**30, model=MODEL, cache=None, **options):
 
 
 def turn(sessions, name, tokens, *ids, texts=()):
-    """A request that continues a session and ends with this state."""
+    """Continue a session with a request that ends with this state."""
     lease = sessions.acquire(name)
     try:
         sessions.load(lease)
@@ -263,7 +263,7 @@ def test_what_a_killed_server_left_is_removed_and_counted(tmp_path):
 
 @pytest.fixture
 def system_calls(monkeypatch):
-    """The names of synced, renamed and removed files, in order."""
+    """Return the names of synced, renamed and removed files, in order."""
     calls, opened = [], {}
 
     def watch(name):

@@ -22,7 +22,8 @@ class OnPath(torch.nn.Module):
 
     def __init__(self, block, path):
         super().__init__()
-        self.block, self.path = block, path
+        self.block = block
+        self.path = path
 
     def forward(self, x):
         return self.block(x, path=self.path)
@@ -33,7 +34,8 @@ class Logits(torch.nn.Module):
 
     def __init__(self, model, path):
         super().__init__()
-        self.model, self.path = model, path
+        self.model = model
+        self.path = path
 
     def forward(self, ids):
         return self.model(ids, path=self.path).logits
@@ -88,7 +90,7 @@ print(LIBRARY.handle, float((y - saved["y"]).abs().max()) < 1e-5)
 
 
 def onnx_outputs(module, example, dynamic, inputs, tmp_path):
-    """What onnxruntime computes from an exported module, for several inputs."""
+    """Return what onnxruntime computes from an exported module, for several inputs."""
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     file = tmp_path / "model.onnx"

@@ -51,7 +51,8 @@ class OnPath(torch.nn.Module):
 
     def __init__(self, block, path):
         super().__init__()
-        self.block, self.path = block, path
+        self.block = block
+        self.path = path
 
     def forward(self, x):
         return self.block.prefill(x, path=self.path)

@@ -11,7 +11,7 @@ LENGTHS = [700, 5, 1, 130, 64, 257, 400, 33, 90, 610]
 
 
 def write_corpus(directory):
-    """Files of words that repeat, so that there is something to learn."""
+    """Write files of words that repeat, so that there is something to learn."""
     directory.mkdir(parents=True, exist_ok=True)
     words = [b"alpha ", b"beta ", b"gamma\n", b"delta ", b"eps\n"]
     for i, length in enumerate(LENGTHS):
@@ -21,7 +21,7 @@ def write_corpus(directory):
 
 
 def tiny(corpus, **sections):
-    """A config; keywords replace fields of its sections."""
+    """Return a config; keywords replace fields of its sections."""
     values = {
         "model": {"n_layer": 2, "d_model": 16, "d_state": 8, "headdim": 8},
         "data": {"sources": [str(corpus)], "held_out": 0.1},

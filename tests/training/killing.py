@@ -46,7 +46,7 @@ def trainer_for(directory, mode):
 
 
 def child(directory, mode, operations):
-    """Run to the end, or until a number of operations on the file system; never returns."""
+    """Run to the end, or until a number of operations on the file system; never return."""
     left = operations
 
     def count(event, arguments):
@@ -61,7 +61,7 @@ def child(directory, mode, operations):
 
 
 def attempt(directory, mode, operations=None, seconds=None):
-    """Fork a trainer; returns how it ended."""
+    """Fork a trainer; return how it ended."""
     process = os.fork()
     if not process:
         try:

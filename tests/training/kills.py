@@ -1,6 +1,6 @@
-"""Runs of two workers that are killed at random: torchrun restarts them, and they end as if nothing had happened.
+"""Runs of two ranks that are killed at random: torchrun restarts them, and they end as if nothing had happened.
 
-A worker kills itself with SIGKILL: at its n-th operation on the file system, which more often than not is part of a
+A rank kills itself with SIGKILL: at its n-th operation on the file system, which more often than not is part of a
 save, at an operation that is named, or after a random time, which may be anywhere. Saves are slowed down, so that steps
 are taken meanwhile.
 
@@ -71,7 +71,7 @@ def arm(directory, how, amount, slow, note):
 def worker(directory, whole):
     """Train undisturbed into `whole`, unless it exists, and then into `directory`/run; torchrun runs this."""
     os.fsync = lambda descriptor: None
-    save_module._PATIENCE_S = 2.0  # a worker that was killed never answers
+    save_module._PATIENCE_S = 2.0  # a rank that was killed never responds
     draw_nothing()
     directory, whole, life = Path(directory), Path(whole), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     config = TrainingConfig.from_dict(json.loads((directory / "config.json").read_text()))
@@ -88,7 +88,7 @@ def worker(directory, whole):
 
 
 def attempt(directory, whole, corpus, mesh, plan):
-    """Train on a mesh, with one kill in each life as planned; returns where the workers were killed."""
+    """Train on a mesh, with one kill in each life as planned; return where the ranks were killed."""
     directory.mkdir()
     config = tiny(
         corpus,
@@ -128,7 +128,7 @@ def check_same(killed, whole):
 
 
 def drawn(chance, mesh):
-    """For each life, who is killed, how, and when: at which operation, or after which share of a run's time."""
+    """Draw for each life which rank is killed, how, and when: at an operation, or after a fraction of a run's time."""
     kills = []
     for _ in range(RESTARTS):
         rank = chance.randrange(2)

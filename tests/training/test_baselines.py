@@ -7,7 +7,7 @@ from anymamba.training.data.baselines import _BETA, ORDER, ngram_bits, xz_bytes
 
 
 def probability(training, before, byte):
-    """The probability by counting, one context after another."""
+    """Compute the probability by counting, one context after another."""
     p = 1 / 256
     grams = [training[i : i + ORDER] for i in range(len(training) - ORDER + 1)]
     for k in range(min(ORDER, len(before) + 1)):

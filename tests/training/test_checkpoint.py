@@ -22,7 +22,7 @@ from tests.training.cases import silent, tiny, write_corpus
 
 @pytest.fixture
 def trainer(tmp_path):
-    """A run of six steps, saved after steps 4 and 6."""
+    """Train a run of six steps, saved after steps 4 and 6."""
     corpus = write_corpus(tmp_path / "corpus")
     trainer = create_run(tiny(corpus, evaluation={"sample_tokens": 0}), tmp_path / "run", silent)
     assert trainer.run()

@@ -293,7 +293,7 @@ class TestOrder:
 
 
 def by_document(sequence, begin, end):
-    """The pieces of documents between two places, with their targets."""
+    """Return the parts of documents between two offsets, with their targets."""
     ids, starts = sequence.span(begin, end)
     cuts = sorted({0, *starts.tolist(), len(ids)})
     return [ids[a:b] for a, b in itertools.pairwise(cuts)]

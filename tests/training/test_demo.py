@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None or sys.platform == 
 
 @pytest.fixture
 def demo(tmp_path):
-    """Run `make demo` in an empty directory; returns what `anymamba` is asked to do there."""
+    """Run `make demo` in an empty directory; return the arguments of `anymamba` there."""
     command = tmp_path / "bin" / "anymamba"
     command.parent.mkdir()
     command.write_text(f"#!/bin/sh\necho $* >> {tmp_path / 'asked'}\n")

@@ -33,7 +33,7 @@ GOLDEN = {
 
 
 def set_parameters(model):
-    """Values that do not depend on how a machine draws random numbers."""
+    """Set values that do not depend on how a machine draws random numbers."""
     with torch.no_grad():
         for i, (name, parameter) in enumerate(model.named_parameters()):
             wave = torch.sin(torch.arange(parameter.numel(), dtype=torch.float64) * 1.7 + i).view(parameter.shape)

@@ -105,7 +105,7 @@ def test_sizes_that_say_the_same_are_not(corpus, tmp_path):
 class TestTokenizer:
     @pytest.fixture
     def tokenizer(self, corpus, tmp_path):
-        """A directory with a tokenizer of 270 tokens."""
+        """Train a tokenizer of 270 tokens, and return its directory."""
         from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
         bpe, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()

@@ -1,4 +1,4 @@
-"""Workers exit without an abort: no thread of gloo outlives the process group."""
+"""Ranks exit without an abort: no thread of gloo outlives the process group."""
 
 import importlib
 import subprocess
@@ -26,7 +26,7 @@ def worker():
 
 
 def threads():
-    """The names of this process's threads, without those that end meanwhile."""
+    """Return the names of this process's threads, without those that end meanwhile."""
     names = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):

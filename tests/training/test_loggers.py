@@ -73,7 +73,7 @@ def test_tensorboard_and_its_absence(corpus, tmp_path, monkeypatch):
 class TestWeightsAndBiases:
     @pytest.fixture
     def runs(self, tmp_path, monkeypatch):
-        """Runs of wandb on disk only: the runs, and what each was asked to log."""
+        """Keep runs of wandb on disk only; return the runs, and what each logged."""
         wandb = pytest.importorskip("wandb")
         monkeypatch.setenv("WANDB_MODE", "offline")
         begun = []

@@ -26,7 +26,7 @@ def test_a_table_keeps_the_rows_that_count(tmp_path):
 
 @pytest.fixture
 def lines(tmp_path):
-    """The lines of a table of five steps."""
+    """Return the lines of a table of five steps."""
     table = MetricsTable(tmp_path / "metrics.csv", 0, ["bits"])
     for step in range(1, 6):
         table.add(row(step))

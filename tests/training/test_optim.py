@@ -44,7 +44,7 @@ class Wrapped(torch.nn.Module):
 
 
 def decayed_names(model, **options):
-    """The names of the decayed parameters; both groups together must have every parameter once."""
+    """Return the names of the decayed parameters; both groups together must have every parameter once."""
     decayed, others = parameter_groups(model, 0.3, **options)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
     names = {id(p): name for name, p in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Several workers train as one does: the same tokens, the same losses, the same weights."""
+"""Several ranks train as one process does: the same tokens, the same losses, the same weights."""
 
 import functools
 import json
@@ -28,10 +28,10 @@ MAMBA2 = {"model": {"family": "Mamba2"}}
 STREAM = {"data": {"mode": "stream"}}
 MUON = {"optimizer": {"kind": "muon"}}
 PARTS = {"batch": {"tokens": 256, "accumulation": 2}}
-LONG = {"batch": {"tokens": 128, "length": 128}}  # one row, which workers share
+LONG = {"batch": {"tokens": 128, "length": 128}}  # one row, which ranks share
 AGAIN = {"precision": {"activation_checkpointing": True}}
 
-# What is trained, and the meshes it is trained on, by the number of workers.
+# What is trained, and the meshes it is trained on, by the number of ranks.
 RUNS = {
     2: {
         "replicate": ({}, {}),
@@ -81,7 +81,7 @@ def losses_of(directory):
 
 
 def alone(rank, fields):
-    """The directory of the same run in one process."""
+    """Train the same run in one process; return its directory."""
     directory = shared_directory("alone") / re.sub(r"\W", "", json.dumps(fields))
     if rank == 0 and not (directory / "model.safetensors").exists():
         create_run(config_of(fields, {}), directory, silent).run(shown=False)
@@ -100,7 +100,7 @@ def assert_same_run(directory, expected, tolerance=1e-7):
 
 
 def run_case(rank, name, fields, mesh):
-    """Losses, norms, evaluations and final weights are those of one process."""
+    """Check that losses, norms, evaluations and final weights are those of one process."""
     prepare(rank)
     expected, directory = alone(rank, fields), shared_directory(name)
     create_run(config_of(fields, mesh), directory, silent, workers_of(rank)).run(shown=False)
@@ -110,7 +110,7 @@ def run_case(rank, name, fields, mesh):
 
 
 def resume_case(rank, name, fields, first, then):
-    """A run that is stopped and continues on another mesh ends as one process does."""
+    """Check that a run that is stopped and continues on another mesh ends as one process does."""
     prepare(rank)
     expected, directory = alone(rank, fields), shared_directory(name)
     trainer = create_run(config_of(fields, first), directory, silent, workers_of(rank))
@@ -126,7 +126,7 @@ def resume_case(rank, name, fields, first, then):
 
 
 def exact_resume_case(rank, fields, mesh):
-    """On the same mesh, a run that was stopped ends in the same bits as one that was not."""
+    """Check that a run that was stopped ends in the same bits as one that was not, on the same mesh."""
     prepare(rank)
     ends = []
     for name in ("whole", "stopped"):
@@ -144,7 +144,7 @@ def exact_resume_case(rank, fields, mesh):
 
 
 def alone_after_case(rank):
-    """A run of several workers continues in one process."""
+    """Check that a run of several ranks continues in one process."""
     prepare(rank)
     fields = STREAM | PARTS
     expected, directory = alone(rank, fields), shared_directory("then alone")
@@ -167,7 +167,7 @@ MISTAKES = {
 
 
 def mistakes_case(rank):
-    """Every worker raises the same error before a file is written."""
+    """Check that every rank raises the same error before a file is written."""
     prepare(rank)
     for number, (words, (fields, mesh)) in enumerate(MISTAKES.items()):
         directory = shared_directory(f"mistake{number}")
@@ -177,7 +177,7 @@ def mistakes_case(rank):
 
 
 def mistake_elsewhere_case(rank):
-    """An error on one worker ends all of them, and names that worker."""
+    """Check that an error on one rank ends all of them, and names that rank."""
 
     def look():
         if rank == 1:
@@ -188,7 +188,7 @@ def mistake_elsewhere_case(rank):
 
 
 def bfloat16_case(rank):
-    """Gradients that are summed in bfloat16 are close to others; the computation may be in bfloat16 as well."""
+    """Check that gradients summed in bfloat16 are close to others; the computation may be in bfloat16 as well."""
     prepare(rank)
     for mesh in ({}, {"shard": 2}, {"context": 2}):
         fields = {"precision": {"dtype": "bfloat16"}}
@@ -210,7 +210,7 @@ def alone_bfloat16():
 
 
 def overflow_case(rank):
-    """A loss that is not finite on one worker stops all of them, before the weights are touched."""
+    """Check that a loss that is not finite on one rank stops all of them, before the weights are changed."""
     prepare(rank)
     for mesh in ({}, {"shard": 2}, {"context": 2}):
         directory = shared_directory(f"overflow{'-'.join(mesh)}")
@@ -228,7 +228,7 @@ def overflow_case(rank):
 
 
 def hang_case(rank):
-    """The error names a worker that does not answer, and what the others wait for."""
+    """Check that the error names a rank that does not respond, and what the others wait for."""
     world = workers_of(rank)
     world.set_mesh(ParallelSection(timeout=2), torch.device("cpu"))
     heard, end = shared_directory("heard"), time.monotonic() + 60
@@ -277,5 +277,5 @@ def messages(size):
 
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in WORKER_CASES.items() for name in cases])
-def test_workers_train_as_one_does(size, name):
+def test_ranks_train_as_one_process_does(size, name):
     assert not messages(size)[name], messages(size)[name]

@@ -27,7 +27,7 @@ def show(steps):
 
 
 def screen(written, width):
-    """The lines that a terminal shows after what was written to it."""
+    """Return the lines that a terminal shows after what was written to it."""
     lines, y, x = [""], 0, 0
     for token in re.findall(r"\x1b\[\d*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", written):
         if token == "\r":
@@ -48,7 +48,7 @@ def screen(written, width):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Show a display on a pseudo-terminal; returns what it wrote."""
+    """Show a display on a pseudo-terminal; return what it wrote."""
 
     def run(steps=40, width=100, encoding="utf-8", **environment):
         for name in ("NO_COLOR", "TERM"):

@@ -1,4 +1,4 @@
-"""A run that is rejected leaves nothing behind, and takes nothing away."""
+"""A run that is rejected changes no file."""
 
 import os
 

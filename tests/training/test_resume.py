@@ -1,4 +1,4 @@
-"""Any number of workers can read the checkpoints of several; what is wrong with one is named."""
+"""Any number of ranks can read the checkpoints of several; what is wrong with one is named."""
 
 import functools
 import json
@@ -95,7 +95,7 @@ DAMAGES = {
 
 
 def damage_case(rank):
-    """Damage to a piece is named; all workers use the checkpoint before it, and so does one process."""
+    """Check that damage to a shard is named, and that all ranks, and one process, use the checkpoint before it."""
     trained(rank, "sound", STREAM, {"shard": 2})
     for damage, words in DAMAGES.items():
         directory = shared_directory(f"damaged by {damage.__name__}")
@@ -115,7 +115,7 @@ def damage_case(rank):
 
 
 def own_rows_case(rank):
-    """A worker on a mesh that divides the weights reads only its own rows, and what is not divided."""
+    """Check that a rank on a mesh that shards the weights reads only its own rows, and what is not sharded."""
     fields = STREAM | MUON
     trained(rank, "half", fields, {}, stop=3)
     read = []
@@ -142,7 +142,7 @@ def own_rows_case(rank):
 
 
 def init_case(rank):
-    """A run that started from another model's weights continues from pieces, without that model."""
+    """Check that a run that started from another model's weights continues from shards, without that model."""
     trained(rank, "first", {}, {"shard": 2})
     config = {"model": {"init": str(shared_directory("moved"))}, "schedule": {"steps": 4}}
     if rank == 0:
@@ -181,5 +181,5 @@ def messages(size):
 
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in WORKER_CASES.items() for name in cases])
-def test_workers_read_what_others_wrote(size, name):
+def test_ranks_read_what_others_wrote(size, name):
     assert not messages(size)[name], messages(size)[name]

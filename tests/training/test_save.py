@@ -1,4 +1,4 @@
-"""Checkpoints of several workers: each writes its own rows in the background; a checkpoint is complete or absent."""
+"""Checkpoints of several ranks: each writes its own rows in the background; a checkpoint is complete or absent."""
 
 import functools
 import resource
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 
 
 def trained(rank, name, fields, mesh, stop=None):
-    """A run of several workers, perhaps stopped, and its checkpoints, the latest first."""
+    """Train on several ranks, perhaps only in part; return the trainer and its checkpoints, the latest first."""
     prepare(rank)
     directory = shared_directory(name)
     trainer = create_run(config_of(fields, mesh), directory, silent, workers_of(rank))
@@ -59,7 +59,7 @@ def replaced(owner, name, make):
 
 
 def format_case(rank):
-    """Workers that divide tensors write their own rows; without anything to divide, there is one whole file."""
+    """Check that ranks write their own rows of sharded tensors; without any, there is one whole file."""
     _, (path, *_) = trained(rank, "divided", STREAM | MUON, {"shard": 2})
     numbered = [f"{kind}-0000{i}-of-00002.safetensors" for kind in ("carried", "model", "optimizer") for i in (1, 2)]
     assert names_in(path) == sorted([*numbered, "config.json", "training.json"])
@@ -83,7 +83,7 @@ def format_case(rank):
 
 
 def background_case(rank, mesh):
-    """Steps are taken while a slow disk writes, and give the bits of a run that saves only at its end."""
+    """Check that steps taken while a slow disk writes give the bits of a run that saves only at its end."""
     fields, when = STREAM | PARTS | MUON | {"checkpoints": {"every": 1, "keep": 9}}, []
     once = fields | {"checkpoints": {"every": 0}}
     _, (expected, *_) = trained(rank, f"once{'-'.join(mesh)}", once, mesh)
@@ -127,7 +127,7 @@ def on_a_full_disk(write):
 
 
 def full_disk_case(rank, victim):
-    """A worker that cannot write ends the run, naming itself and the file; the run resumes from what was there."""
+    """Check that a rank that cannot write ends the run, naming itself and the file, and that the run can resume."""
     prepare(rank)
     directory = shared_directory(f"full{victim}")
     config = config_of(STREAM | {"checkpoints": {"every": 1, "keep": 9}}, {"shard": 2})
@@ -153,7 +153,7 @@ def full_disk_case(rank, victim):
 
 
 def failed_in_the_background_case(rank):
-    """A write that fails while steps are taken ends the run at the next step."""
+    """Check that a write that fails while steps are taken ends the run at the next step."""
     prepare(rank)
     directory = shared_directory("fails")
     config = config_of({"schedule": {"steps": 500}, "checkpoints": {"every": 2}}, {"shard": 2})
@@ -181,13 +181,13 @@ def failed_in_the_background_case(rank):
 MANIFEST = Manifest(7, 0, "data", False, {}, [])
 
 
-def silent_worker_case(rank):
-    """A worker that does not report its part in time has failed, and the error names it."""
+def silent_rank_case(rank):
+    """Check that a rank that does not report its part in time has failed, and that the error names it."""
     directory = shared_directory("silent")
     saver = Saver(directory, workers_of(rank), 0.3)
 
     def late(temporary):
-        while rank == 1 and temporary.exists():  # the first worker removes it when it gives up
+        while rank == 1 and temporary.exists():  # the first rank removes it when it gives up
             time.sleep(0.02)
 
     part = Part({"model.safetensors": {"x": torch.zeros(1)}} if rank == 0 else {}, late)
@@ -199,7 +199,7 @@ def silent_worker_case(rank):
 
 
 def error_meanwhile_case(rank):
-    """After an error that no other worker knows of, a worker waits for what is being written."""
+    """Check that a rank waits for what is being written after an error that no other rank knows of."""
     directory = shared_directory("meanwhile")
     saver = Saver(directory, workers_of(rank), 30)
     part = Part({f"model-0000{rank + 1}-of-00002.safetensors": {"x": torch.zeros(1)}}, lambda _: time.sleep(0.5))
@@ -213,7 +213,7 @@ def error_meanwhile_case(rank):
 
 
 def slow_disk_case(rank):
-    """A run that has failed waits for a slow disk only for a while; what is written later is no checkpoint."""
+    """Check that a failed run waits for a slow disk only for a while; what is written later is no checkpoint."""
     directory, disk = shared_directory("slow disk"), threading.Event()
     saver = Saver(directory, workers_of(rank), 30)
     name = f"model-0000{rank + 1}-of-00002.safetensors"
@@ -241,7 +241,7 @@ WORKER_CASES = {
         "full disk of the first": functools.partial(full_disk_case, victim=0),
         "full disk of the second": functools.partial(full_disk_case, victim=1),
         "failed in the background": failed_in_the_background_case,
-        "silent worker": silent_worker_case,
+        "silent rank": silent_rank_case,
         "error meanwhile": error_meanwhile_case,
         "error on a slow disk": slow_disk_case,
     }
@@ -254,5 +254,5 @@ def messages(size):
 
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in WORKER_CASES.items() for name in cases])
-def test_workers_save_as_one(size, name):
+def test_ranks_save_as_one(size, name):
     assert not messages(size)[name], messages(size)[name]

@@ -1,4 +1,4 @@
-"""Tensors in pieces: any rows can be read, and files that do not belong together are rejected."""
+"""Sharded tensors: any rows can be read, and files that do not belong together are rejected."""
 
 import json
 
@@ -37,7 +37,7 @@ def write(directory, spans=SPANS, **changed):
     return files
 
 
-def test_what_was_written_in_pieces_is_read_whole(tmp_path):
+def test_what_was_written_in_shards_is_read_whole(tmp_path):
     stored = StoredTensors(write(tmp_path))
     assert sorted(stored) == sorted(WHOLE)
     for name, x in stored.whole().items():
@@ -54,7 +54,7 @@ def test_any_rows_can_be_read(tmp_path):
             assert torch.equal(rows, WHOLE["a"][begin:end])
 
 
-def test_a_worker_that_has_nothing_writes_a_file_that_can_be_read(tmp_path):
+def test_a_rank_that_has_nothing_writes_a_file_that_can_be_read(tmp_path):
     """That is so for an optimizer before its first step."""
     files = [tmp_path / shard_file_name("optimizer", rank, 2) for rank in range(2)]
     write_shards(files[0], {"rng": torch.arange(3)})

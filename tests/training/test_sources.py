@@ -16,7 +16,7 @@ from tests.training.cases import LENGTHS, tiny, write_corpus
 
 
 def usable_documents(*sources, field="text", format="auto", stdin=b""):
-    """The documents, all of which can be used."""
+    """Return the documents, all of which can be used."""
     documents, problems = find_documents(tuple(map(str, sources)), field, format, stdin)
     assert problems == []
     return documents
@@ -94,7 +94,7 @@ def test_packed_text_is_rejected_by_its_name(tmp_path, name):
 class TestBadFiles:
     @pytest.fixture
     def mixed(self, tmp_path):
-        """A folder of texts, with one file of each kind that cannot be used."""
+        """Write a folder of texts, with one file of each kind that cannot be used."""
         folder = write_corpus(tmp_path / "folder")
         (folder / "packed.txt").write_bytes(gzip.compress(b"text"))
         (folder / "deep").mkdir()

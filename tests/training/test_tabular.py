@@ -27,7 +27,7 @@ MODELS = {
 
 
 def write_files(directory):
-    """Sines of two frequencies, their classes, frequencies and noise; texts of two words."""
+    """Write sines of two frequencies, their classes, frequencies and noise; texts of two words."""
     rng = np.random.default_rng(0)
     rows, lines = [], []
     for i in range(24):

@@ -1,4 +1,4 @@
-"""torchrun restarts a worker that dies; a worker that hangs, or the loss of the launcher, ends the run."""
+"""torchrun restarts a rank that dies; a rank that hangs, or the loss of the launcher, ends the run."""
 
 import json
 import os
@@ -24,8 +24,8 @@ from tests.training.kills import attempt
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 
 
-def test_restarted_workers_meet_whoever_comes_first():
-    """The store still has what the workers said before the restart."""
+def test_restarted_ranks_meet_whoever_comes_first():
+    """The store still has the messages from before the restart."""
     store, names = HashStore(), []
     for first in (0, 1, 0):
         heard = queue.Queue()
@@ -43,7 +43,7 @@ def test_restarted_workers_meet_whoever_comes_first():
     assert len(set(names)) == 3
 
 
-def test_killed_workers_are_restarted_and_the_run_ends_in_the_same_bits(tmp_path):
+def test_killed_ranks_are_restarted_and_the_run_ends_in_the_same_bits(tmp_path):
     """One is killed while it writes its part of a checkpoint, the other when it gives the checkpoint its name."""
     own_rows = r"open checkpoints/\.step-00000004\.[\d-]+\.tmp/\.optimizer-00002-of-00002\.safetensors\..*"
     its_name = r"os\.rename checkpoints/\.step-00000008\.[\d-]+\.tmp"
@@ -54,7 +54,7 @@ def test_killed_workers_are_restarted_and_the_run_ends_in_the_same_bits(tmp_path
 
 
 class Launched:
-    """A run of two workers, started by torchrun, that would never end."""
+    """A run of two ranks, started by torchrun, that would never end."""
 
     def __init__(self, directory, timeout):
         config = tiny(
@@ -67,7 +67,8 @@ class Launched:
         (directory / "config.toml").write_text(tables(config.to_dict()))
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         launch += ["-m", "anymamba", "train", directory / "config.toml", "--out", directory / "run"]
-        self.output, self.checkpoints = directory / "output.txt", directory / "run/checkpoints"
+        self.output = directory / "output.txt"
+        self.checkpoints = directory / "run/checkpoints"
         with self.output.open("w") as file:
             self.agent = subprocess.Popen(launch, stdout=file, stderr=file, cwd=Path(__file__).parents[2])
 
@@ -100,7 +101,7 @@ class Launched:
 
 
 def children(process):
-    """The live children of a process, in the order of their ranks."""
+    """Return the live children of a process, in the order of their ranks."""
     pids = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     ranks = {pid: dict(x.partition("=")[::2] for x in environment(pid)).get("RANK") for pid in pids}
     return [int(pid) for pid in sorted(pids, key=lambda pid: ranks[pid] or "") if ranks[pid]]
@@ -116,7 +117,7 @@ def is_alive(process):
 
 
 def tables(values):
-    """Tables as TOML."""
+    """Format tables as TOML."""
     lines = [f"{name} = {json.dumps(x)}" for name, x in values.items() if not isinstance(x, dict) and x is not None]
     for name, section in values.items():
         if isinstance(section, dict):
@@ -144,7 +145,7 @@ def test_a_worker_that_hangs_is_named_with_what_the_others_wait_for(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
-def test_workers_without_a_launcher_end_with_one_line(tmp_path):
+def test_ranks_without_a_launcher_end_with_one_line(tmp_path):
     with Launched(tmp_path, timeout=60) as launched:
         launched.agent.kill()
         launched.until(lambda: not any(map(is_alive, launched.world)))

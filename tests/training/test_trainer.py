@@ -21,7 +21,7 @@ def corpus(tmp_path):
 
 
 def gradients(corpus, directory, **sections):
-    """The gradients of the first step, before clipping."""
+    """Return the gradients of the first step, before clipping."""
     config = tiny(corpus, optimizer={"clip": 0.0}, **sections)
     trainer = create_run(config, directory, silent)
     loss, _, _ = trainer._differentiate(trainer.task.batches(0))
@@ -53,7 +53,7 @@ def test_a_run_learns_and_leaves_what_it_promises(corpus, tmp_path):
 class TestTokenizers:
     @pytest.fixture
     def tokenizer(self, corpus, tmp_path):
-        """A tokenizer.json, and a file beside it that names the token at the end of a text."""
+        """Write a tokenizer.json, and a file in the same directory that names the token at the end of a text."""
         from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
         bpe = Tokenizer(models.BPE())

@@ -20,7 +20,7 @@ T, HEADS, WIDTH, STATE = 2048, 8, 64, 64
 
 
 def inputs() -> dict[str, torch.Tensor]:
-    """What a block of d_model 256 gives its scan for a text of 2,048 tokens."""
+    """Draw the scan's inputs in a block of d_model 256 for a text of 2,048 tokens."""
     torch.manual_seed(0)
     tensors = {
         "x": torch.randn(1, T, HEADS, WIDTH),
@@ -33,7 +33,7 @@ def inputs() -> dict[str, torch.Tensor]:
 
 
 def kept_memory(path: SsdPath) -> float:
-    """MiB that are kept from forward to backward."""
+    """Return the MiB that are kept from forward to backward."""
     tensors, kept = inputs(), {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ def kept_memory(path: SsdPath) -> float:
 
 
 def timed(path: SsdPath) -> float:
-    """Milliseconds of the processor, which other programs do not lengthen much, for a forward and a backward pass."""
+    """Return the milliseconds of processor time, which other programs hardly affect, of forward and backward."""
     tensors = inputs()
     began = process_time()
     y, _ = ssd(**tensors, path=path)
@@ -56,7 +56,7 @@ def timed(path: SsdPath) -> float:
 
 
 def measure(rounds: int = 7) -> dict[str, list[tuple[float, float]]]:
-    """By algorithm and chunk length: the median time, all of them taken in turns, and the memory."""
+    """Return the median time and the memory by algorithm and chunk length; rounds alternate between all of them."""
     paths = {(name, length): SsdPath(name, length) for name in ALGORITHMS for length in LENGTHS}
     memory = {key: kept_memory(path) for key, path in paths.items()}
     times = [{key: timed(path) for key, path in paths.items()} for _ in range(rounds)]

@@ -10,7 +10,7 @@ from anymamba.analysis import dual_matrix, recurrence
 
 
 def draw() -> None:
-    """The mask, the products of queries and keys, and the matrix of a head of Mamba-2."""
+    """Draw the mask, the products of queries and keys, and the matrix of a head of Mamba-2."""
     torch.manual_seed(0)
     block, x = Mamba2(d_model=32, d_state=16, headdim=16).double(), torch.randn(1, 48, 32, dtype=torch.float64)
     with torch.no_grad():

@@ -1,6 +1,6 @@
 """A small Mamba-3 that learns parity within a minute, for the page on Mamba-3.
 
-python docs/learn/figures/parity.py       # trains it and says how far its turns are from half a circle
+python docs/learn/figures/parity.py       # trains it and prints how far its rotations are from half a circle
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from anymamba.analysis import layers, rotation_angles
 
 
 def bits(rows: int, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random bits, and after each of them whether the number of ones so far is odd."""
+    """Draw random bits, and return after each of them whether the number of ones so far is odd."""
     drawn = torch.randint(2, (rows, length), generator=torch.Generator().manual_seed(seed))
     return drawn, drawn.cumsum(1) % 2
 
 
 def trained(steps: int = 400, length: int = 64) -> MambaLM:
-    """One layer with heads of 16 channels, whose states may turn by half a circle at a token."""
+    """Train one layer with heads of 16 channels, whose states may rotate by half a circle per token."""
     torch.manual_seed(0)
     block = {"layer": "Mamba3", "d_state": 16, "headdim": 16, "a_activation": "softplus", "dt_min": 0.1, "dt_max": 1.0}
     model = MambaLM(d_model=32, n_layer=1, vocab_size=2, ssm_cfg=block, tie_embeddings=False)

@@ -24,7 +24,7 @@ SIZES = ("--model.family", "Mamba2", "--model.headdim", "16", "--model.d_state",
 
 
 def trained() -> MambaLM:
-    """The model of `make demo`, as a Mamba-2 of bytes with more and smaller heads, after 300 steps."""
+    """Train the model of `make demo` for 300 steps, as a Mamba-2 of bytes with more and smaller heads."""
     if not (RUN / "model.safetensors").is_file():
         config = str(ROOT / "examples" / "demo.toml")
         if code := main(["train", config, "--out", str(RUN), *SIZES, "--schedule.steps", "300", "--seed", "0"]):
@@ -37,7 +37,7 @@ def trained() -> MambaLM:
 
 @torch.no_grad()
 def draw(model: MambaLM) -> None:
-    """Horizons before and after training, and how half-lives follow a text."""
+    """Draw horizons before and after training, and how half-lives follow a text."""
     torch.manual_seed(0)
     fresh, ids = MambaLM(model.config), torch.tensor([list(TEXT.encode())])
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), width_ratios=(1, 1), sharey=True)

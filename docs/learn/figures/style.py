@@ -45,14 +45,14 @@ def save(figure: Any, name: str) -> None:
 
 
 def plain_log(axes: Any) -> None:
-    """A logarithmic y axis with plain numbers."""
+    """Make the y axis logarithmic, with plain numbers."""
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
 
 
 def heat(axes: Any, matrix: torch.Tensor, title: str, *, signed: bool = True, root: bool = False) -> None:
-    """A matrix as a picture; what lies above the diagonal of a causal one is left out."""
+    """Draw a matrix as a picture, without what is above the diagonal of a causal one."""
     shown = matrix.detach().double()
     shown = shown.sign() * shown.abs().pow(1 / 3) if root else shown
     most = shown.abs().max().item() or 1.0

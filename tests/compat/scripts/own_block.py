@@ -17,11 +17,15 @@ except ImportError:
 class TinySSD(nn.Module):
     def __init__(self, d=16, heads=4, n=8):
         super().__init__()
-        self.heads, self.n, self.p = heads, n, d // heads
+        self.heads = heads
+        self.n = n
+        self.p = d // heads
         self.in_proj = nn.Linear(d, 2 * d + 2 * n + heads)
         self.conv = nn.Parameter(torch.randn(d + 2 * n, 4) * 0.3)
-        self.A_log, self.D = nn.Parameter(torch.zeros(heads)), nn.Parameter(torch.ones(heads))
-        self.dt_bias, self.norm = nn.Parameter(torch.zeros(heads)), RMSNormGated(d, eps=1e-5, norm_before_gate=False)
+        self.A_log = nn.Parameter(torch.zeros(heads))
+        self.D = nn.Parameter(torch.ones(heads))
+        self.dt_bias = nn.Parameter(torch.zeros(heads))
+        self.norm = RMSNormGated(d, eps=1e-5, norm_before_gate=False)
         self.d = d
 
     def forward(self, u, inference_params=None):

@@ -1,4 +1,4 @@
-"""Mamba-3: the order of its rule, a state that counts by turning, and the matrix of a MIMO head."""
+"""Mamba-3: the order of its rule, a state that counts by rotating, and the matrix of a MIMO head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anymamba.analysis import dual_matrix, layers, rotation_angles, step_caches
 
 
 def draw_rules() -> None:
-    """How far two rules are from the integral that they stand for."""
+    """Draw how far two rules are from the integral that they approximate."""
     steps = [2**i for i in range(3, 11)]
     errors: dict[str, list[float]] = {"Mamba-2's rule": [], "trapezoid, λ = 1/2": []}
     for count in steps:
@@ -38,20 +38,20 @@ def draw_rules() -> None:
 
 @torch.no_grad()
 def draw_parity(model: MambaLM) -> None:
-    """The pair of states that counts, as it turns."""
+    """Draw the pair of states that counts, as it rotates."""
     drawn, odd = bits(1, 24, seed=7)
     ((block, x),) = layers(model, drawn)
     half = rotation_angles(block, x)[0] / math.pi
     at_one = half[drawn[0] == 1].mean(0)
     head, pair = divmod(int((at_one.abs() - 1).abs().argmin()), at_one.shape[1])
-    turned, states = half[:, head, pair].cumsum(0) * math.pi, [cache.ssm[0, head] for cache in step_caches(block, x)]
-    # Keys are turned as they come, so the cache holds a state that stands still; seen from the next query it turns.
+    rotation, states = half[:, head, pair].cumsum(0) * math.pi, [cache.ssm[0, head] for cache in step_caches(block, x)]
+    # Keys are rotated as they come, so the cache holds a state that stands still; seen from the next query it rotates.
     still = torch.stack([state[:, 2 * pair : 2 * pair + 2] for state in states])
     direction = torch.linalg.svd(still.flatten(0, 1).T @ still.flatten(0, 1)).U[:, 0]
     values = torch.linalg.svd(torch.einsum("tpn,n->tp", still, direction)).Vh[0]
     u, w = torch.einsum("tpn,p->tn", still, values).unbind(-1)
-    seen = torch.polar(torch.hypot(u, w), torch.atan2(w, u) - turned)
-    # Every 1 writes the same again, which moves the center about which the state turns.
+    seen = torch.polar(torch.hypot(u, w), torch.atan2(w, u) - rotation)
+    # Every 1 writes the same again, which moves the center about which the state rotates.
     seen = seen - (seen[odd[0] == 1].mean() + seen[odd[0] == 0].mean()) / 2
     arrow = {"arrowstyle": "-|>", "lw": 2, "shrinkA": 0, "shrinkB": 0}
     figure, axes = plt.subplots(2, 12, figsize=(10, 2.4))
@@ -67,14 +67,14 @@ def draw_parity(model: MambaLM) -> None:
         "A pair of states after each bit, drawn from its center (orange: odd so far, blue: even)",
         fontsize=10.5, fontweight="bold", x=0.125, ha="left",
     )  # fmt: skip
-    save(figure, "turning.png")
+    save(figure, "rotation.png")
     print(f"head {head}, pair {pair}: {at_one[head, pair]:.4f} half circles at a 1")
     print(f"{half[drawn[0] == 0].mean(0)[head, pair]:.4f} at a 0")
 
 
 @torch.no_grad()
 def draw_ranks() -> None:
-    """A head with one input and output, and one with four."""
+    """Draw a head with one input and output, and one with four."""
     torch.manual_seed(0)
     figure, axes = plt.subplots(1, 2, figsize=(8, 4))
     for panel, rank in zip(axes, (1, 4), strict=True):
