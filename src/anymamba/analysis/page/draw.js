@@ -1,5 +1,5 @@
 "use strict";
-// Numbers out of their packing, and the pictures: each function draws one canvas from what it is given.
+// Unpack the numbers, and draw the pictures: each function draws one canvas from its arguments.
 
 const $ = (id) => document.getElementById(id);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -47,9 +47,9 @@ function image(width, height, level) {
   const context = canvas.getContext("2d"), pixels = context.createImageData(width, height);
   for (let y = 0; y < height; y++) {
     for (let x = 0; x < width; x++) {
-      const found = level(y, x);
-      if (found === null) continue;
-      pixels.data.set([...colors[found + 127], 255], 4 * (y * width + x));
+      const value = level(y, x);
+      if (value === null) continue;
+      pixels.data.set([...colors[value + 127], 255], 4 * (y * width + x));
     }
   }
   context.putImageData(pixels, 0, 0);
@@ -83,34 +83,34 @@ function short(x) {
   return size >= 100 ? Math.round(x).toLocaleString("en") : Number(x.toPrecision(3)).toString();
 }
 
-// Where numbers lie on a canvas: an axis of at most a few marks, by logarithms if asked to.
-function axis(low, high, isLog, from, to) {
+// Map numbers to coordinates of a canvas, logarithmically if `isLog`, and choose at most a few marks.
+function makeScale(low, high, isLog, from, to) {
   let marks = [];
   if (isLog) {
     if (high / low < 1.5) { low /= 1.25; high *= 1.25; }
-    const place = (x) => from + ((Math.log(x) - Math.log(low)) / (Math.log(high) - Math.log(low))) * (to - from);
+    const offset = (x) => from + ((Math.log(x) - Math.log(low)) / (Math.log(high) - Math.log(low))) * (to - from);
     const decades = Math.log10(high / low), step = Math.max(1, Math.ceil(decades / 4));
     const steps = decades > 2.5 ? [1] : decades > 1.2 ? [1, 3] : [1, 2, 5];
     for (let e = Math.floor(Math.log10(low)); e <= Math.log10(high); e += step) {
       marks.push(...steps.map((m) => m * 10 ** e).filter((x) => x >= 0.999 * low && x <= 1.001 * high));
     }
-    return { place, marks: marks.length ? marks : [low, high] };
+    return { offset, marks: marks.length ? marks : [low, high] };
   }
   if (high - low < 1e-12) { low -= 0.5; high += 0.5; }
-  const place = (x) => from + ((x - low) / (high - low)) * (to - from);
+  const offset = (x) => from + ((x - low) / (high - low)) * (to - from);
   const raw = (high - low) / 3, power = 10 ** Math.floor(Math.log10(raw));
   const step = power * [1, 2, 5, 10].find((m) => m * power >= raw);
   for (let x = Math.ceil(low / step - 1e-9) * step; x <= high + 1e-9; x += step) marks.push(Math.abs(x) < 1e-12 ? 0 : x);
-  return { place, marks };
+  return { offset, marks };
 }
 
 const LEFT = 48;
 
-function drawAxis(context, width, found, middle = true) {
+function drawAxis(context, width, scale, middle = true) {
   context.textAlign = "right";
   context.textBaseline = "middle";
-  for (const mark of found.marks) {
-    const y = Math.round(found.place(mark)) + 0.5;
+  for (const mark of scale.marks) {
+    const y = Math.round(scale.offset(mark)) + 0.5;
     context.strokeStyle = css("--line");
     context.beginPath();
     context.moveTo(LEFT, y);
@@ -126,14 +126,14 @@ function drawLines(canvas, lines, { isLog = false, cursor = -1, least = null, mo
   const [context, width, height] = prepare(canvas), all = lines.flatMap((line) => [...line.values]).filter((x) => x < 1e9);
   const low = least ?? Math.min(...all, isLog ? Infinity : 0), high = most ?? Math.max(...all);
   if (!all.length) return;
-  const found = axis(low, high, isLog, height - 8, 8), count = lines[0].values.length;
-  drawAxis(context, width, found);
-  const place = (i) => LEFT + ((i + 0.5) / count) * (width - LEFT);
+  const scale = makeScale(low, high, isLog, height - 8, 8), count = lines[0].values.length;
+  drawAxis(context, width, scale);
+  const center = (i) => LEFT + ((i + 0.5) / count) * (width - LEFT);
   if (cursor >= 0) {
     context.fillStyle = css("--accent");
     context.globalAlpha = 0.22;
     const wide = Math.max(2, (width - LEFT) / count);
-    context.fillRect(place(cursor) - wide / 2, 0, wide, height);
+    context.fillRect(center(cursor) - wide / 2, 0, wide, height);
     context.globalAlpha = 1;
   }
   for (const line of lines) {
@@ -143,30 +143,30 @@ function drawLines(canvas, lines, { isLog = false, cursor = -1, least = null, mo
     context.beginPath();
     line.values.forEach((x, i) => {
       if (filled) {
-        const wide = Math.max(1, (width - LEFT) / count - 1), top = found.place(x), bottom = found.place(low);
+        const wide = Math.max(1, (width - LEFT) / count - 1), top = scale.offset(x), bottom = scale.offset(low);
         context.globalAlpha = i === cursor ? 1 : 0.75;
-        context.fillRect(place(i) - wide / 2, top, wide, Math.max(1, bottom - top));
+        context.fillRect(center(i) - wide / 2, top, wide, Math.max(1, bottom - top));
       } else {
-        context[i ? "lineTo" : "moveTo"](place(i), found.place(Math.min(x, 1e9)));
+        context[i ? "lineTo" : "moveTo"](center(i), scale.offset(Math.min(x, 1e9)));
       }
     });
     context.globalAlpha = 1;
     if (!filled && count > 1) context.stroke();
     if (!filled && (count === 1 || cursor >= 0)) {
       context.beginPath();
-      context.arc(place(Math.max(0, cursor)), found.place(line.values[Math.max(0, cursor)]), 3, 0, 7);
+      context.arc(center(Math.max(0, cursor)), scale.offset(line.values[Math.max(0, cursor)]), 3, 0, 7);
       context.fill();
     }
   }
 }
 
-// One column of dots a layer.
+// One column of dots per layer.
 function drawDots(canvas, columns, { isLog, least, most, chosen }) {
   const [context, width, height] = prepare(canvas), all = columns.flat().map((dot) => dot.value).filter((x) => x < 1e9);
   const low = least ?? Math.min(...all), high = most ?? Math.max(...all);
   if (!all.length) return;
-  const found = axis(low, high, isLog, height - 30, 10);
-  drawAxis(context, width, found);
+  const scale = makeScale(low, high, isLog, height - 30, 10);
+  drawAxis(context, width, scale);
   const wide = (width - LEFT) / columns.length, step = Math.ceil(columns.length / 24);
   columns.forEach((dots, i) => {
     const middle = LEFT + (i + 0.5) * wide;
@@ -180,10 +180,10 @@ function drawDots(canvas, columns, { isLog, least, most, chosen }) {
       context.fillStyle = css(isChosen ? "--plus" : "--accent");
       context.globalAlpha = isChosen ? 1 : 0.65;
       context.beginPath();
-      context.arc(x, found.place(Math.min(high, Math.max(low, dot.value))), isChosen ? 5 : 3.5, 0, 7);
+      context.arc(x, scale.offset(Math.min(high, Math.max(low, dot.value))), isChosen ? 5 : 3.5, 0, 7);
       context.fill();
       context.globalAlpha = 1;
-      dot.at = [x, found.place(Math.min(high, Math.max(low, dot.value)))];
+      dot.at = [x, scale.offset(Math.min(high, Math.max(low, dot.value)))];
     });
   });
 }

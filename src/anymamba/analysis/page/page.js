@@ -6,24 +6,24 @@ const chosen = { layer: 0, head: 0, token: count - 1, column: -1, color: "surpri
 
 const code = (letter) => `\\x${letter.charCodeAt(0).toString(16).padStart(2, "0")}`;
 const visible = (text) => (text === "" ? "·" : text.replace(/\n/g, "⏎").replace(/\t/g, "→").replace(/[\0-\x1f\x7f]/g, code));
-// A token as it stands in the text: a line that ends in it ends, and what follows is on the next one.
+// Show a token as it appears in the text: after a line break, the rest is on the next line.
 const lines = (text) => (text === "" ? "·" : text.split("\n").map((part) => part && visible(part)).join("⏎\n"));
 const several = (number, unit) => `${number.toLocaleString("en")} ${unit}${number === 1 ? "" : "s"}`;
 const head = () => data.layers[chosen.layer].heads[chosen.head];
 const lazy = (packed, name, make) => (packed[name] ??= make(packed));
 const series = (name) => lazy(head()[name], "values", unpackSeries);
 
-function matrixOf(found) {
-  lazy(found.matrix, "levels", unpackLevels);
-  lazy(found.matrix, "image", matrixImage);
-  return found.matrix;
+function matrixOf(head) {
+  lazy(head.matrix, "levels", unpackLevels);
+  lazy(head.matrix, "image", matrixImage);
+  return head.matrix;
 }
 
 function element(tag, text, attributes = {}) {
-  const made = document.createElement(tag);
-  made.textContent = text;
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  return made;
+  const node = document.createElement(tag);
+  node.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  return node;
 }
 
 // Buttons of which one is chosen; arrow keys move among them.
@@ -60,9 +60,9 @@ function header() {
   const cut = data.whole > count ? `the first ${count.toLocaleString("en")} of ${data.whole.toLocaleString("en")}` : count;
   const parameters = data.parameters >= 1e6 ? `${(data.parameters / 1e6).toFixed(1)}M` : data.parameters.toLocaleString("en");
   $("name").textContent = data.name;
-  $("facts").textContent = [
+  $("summary").textContent = [
     data.family, several(data.layers.length, "layer"), `${several(data.layers[0].all, data.layers[0].unit)} each`,
-    `${parameters} parameters`, `${cut} token${count > 1 ? "s" : ""}`, count > 1 ? `${bits(total / (count - 1))} bits a token` : "",
+    `${parameters} parameters`, `${cut} token${count > 1 ? "s" : ""}`, count > 1 ? `${bits(total / (count - 1))} bits per token` : "",
   ].filter(Boolean).join(" · ");
 }
 
@@ -101,7 +101,7 @@ function pick(text) {
   return element("code", text.trim() ? visible(text) : visible(text).replace(/ /g, "␣"));
 }
 
-const percent = (share) => (share < 0.01 ? "<0.01" : share < 1 ? share.toPrecision(1) : Math.round(share));
+const percent = (value) => (value < 0.01 ? "<0.01" : value < 1 ? value.toPrecision(1) : Math.round(value));
 
 function describeToken() {
   const t = chosen.token, where = $("token");
@@ -132,11 +132,11 @@ function chooseToken(t, scroll = false) {
 
 // Charts over the tokens: title, explanation and what they draw of the chosen head.
 const CHARTS = [
-  ["half_life", "Half-life", "tokens until half of the state is left, were all like this one", () => [{ values: series("half_life"), color: "--accent" }], { isLog: true }],
+  ["half_life", "Half-life", "tokens until half of the state is left, if all were like this one", () => [{ values: series("half_life"), color: "--accent" }], { isLog: true }],
   ["dt", "Step size Δ", "how much the token writes, and how much the state decays", () => [{ values: series("dt"), color: "--accent" }], { isLog: true }],
   ["norm", "State norm", "after the token", () => [{ values: series("norm"), color: "--accent" }], { least: 0 }],
   ["rank", "Effective rank", "directions that the state uses", () => [{ values: series("rank"), color: "--accent" }], { least: 0 }],
-  ["read", "State and skip", "norms of what is read from the state (orange) and passes beside it (violet)", () => [
+  ["read", "State and skip", "norms of what is read from the state (orange) and goes around it (violet)", () => [
     { values: series("read"), color: "--plus" }, { values: series("skip"), color: "--second" }], { least: 0 }],
 ];
 
@@ -158,26 +158,26 @@ function makeCharts() {
 }
 
 function drawCharts() {
-  const cursor = chosen.token, found = head();
+  const cursor = chosen.token, rotation = head().rotation;
   $("surprise").parentElement.hidden = count < 2;
   if (count > 1) {
     const surprise = Float64Array.from(data.tokens, (_, t) => nats(t) / Math.LN2);
     drawLines($("surprise"), [{ values: surprise, color: "--accent" }], { cursor, least: 0, filled: true });
   }
   for (const [name, , , lines, options] of CHARTS) {
-    const made = lines();
-    drawLines($(name), made, { ...options, cursor });
-    $(`${name}-value`).textContent = `: ${made.map((line) => short(line.values[cursor])).join(" and ")}`;
+    const drawn = lines();
+    drawLines($(name), drawn, { ...options, cursor });
+    $(`${name}-value`).textContent = `: ${drawn.map((line) => short(line.values[cursor])).join(" and ")}`;
   }
-  $("rotations-figure").hidden = !found.rotation;
-  if (found.rotation) {
-    lazy(found.rotation, "levels", unpackLevels);
-    lazy(found.rotation, "image", (rotation) => rotationImage(rotation, count));
-    drawRotations($("rotations"), found.rotation, count, cursor);
-    const largest = Array.from({ length: found.rotation.rows }, (_, row) => found.rotation.levels[row * count + cursor] / 127 * found.rotation.most)
+  $("rotations-figure").hidden = !rotation;
+  if (rotation) {
+    lazy(rotation, "levels", unpackLevels);
+    lazy(rotation, "image", (packed) => rotationImage(packed, count));
+    drawRotations($("rotations"), rotation, count, cursor);
+    const largest = Array.from({ length: rotation.rows }, (_, row) => rotation.levels[row * count + cursor] / 127 * rotation.most)
       .reduce((a, b) => (Math.abs(b) > Math.abs(a) ? b : a), 0);
     $("rotations-title").replaceChildren(element("b", "Rotations"),
-      `of the state's ${found.rotation.unit === "block" ? "blocks of four" : "pairs"}, at most ${short(found.rotation.most)} half circles: at this token up to ${short(largest)}`);
+      `of the state's ${rotation.unit === "block" ? "blocks of four" : "pairs"}, at most ${short(rotation.most)} half circles: at this token up to ${short(largest)}`);
   }
   drawBig();
 }
@@ -197,13 +197,13 @@ function drawBig() {
 }
 
 function overview() {
-  const where = [chosen.layer, head().number], dots = (value) => data.layers.map((layer) => layer.heads.map((found) => ({ number: found.number, value: value(found) })));
+  const where = [chosen.layer, head().number], dots = (value) => data.layers.map((layer) => layer.heads.map((head) => ({ number: head.number, value: value(head) })));
   const horizons = data.layers.map((layer) => layer.all > layer.heads.length
-    ? layer.dots.map((value) => ({ number: -1, value })) : layer.heads.map((found) => ({ number: found.number, value: found.horizon })));
-  const shares = dots((found) => found.share);
+    ? layer.dots.map((value) => ({ number: -1, value })) : layer.heads.map((head) => ({ number: head.number, value: head.horizon })));
+  const fractions = dots((head) => head.share);
   drawDots($("horizons"), horizons, { isLog: true, chosen: where });
-  drawDots($("shares"), shares, { isLog: false, least: 0, most: 1, chosen: where });
-  return { horizons, shares };
+  drawDots($("fractions"), fractions, { isLog: false, least: 0, most: 1, chosen: where });
+  return { horizons, fractions };
 }
 
 let columns;
@@ -213,8 +213,8 @@ function clickDots(canvas, name) {
     const box = canvas.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
     const all = columns[name].flatMap((dots, layer) => dots.map((dot) => [Math.hypot(dot.at[0] - x, dot.at[1] - y), layer, dot.number]));
     const [far, layer, number] = all.reduce((a, b) => (b[0] < a[0] ? b : a));
-    const found = data.layers[layer].heads.findIndex((one) => one.number === number);
-    if (far < 20) chooseLayer(layer, Math.max(0, found));
+    const index = data.layers[layer].heads.findIndex((head) => head.number === number);
+    if (far < 20) chooseLayer(layer, Math.max(0, index));
   });
 }
 
@@ -222,16 +222,16 @@ let layerButtons, headButtons;
 function chooseLayer(layer, which = 0) {
   chosen.layer = layer;
   layerButtons.show(layer);
-  const found = data.layers[layer];
-  headButtons = choices("heads", found.heads.map((one) => {
+  const shown = data.layers[layer];
+  headButtons = choices("heads", shown.heads.map((head) => {
     const label = element("span", "");
-    label.append(element("b", `${one.number}`), element("span", `½ ${short(one.horizon)}`));
+    label.append(element("b", `${head.number}`), element("span", `½ ${short(head.horizon)}`));
     return [element("canvas", "", { width: 76, height: 76 }), label];
   }), chooseHead);
   headButtons.buttons.forEach((button, i) => button.setAttribute("aria-label",
-    `${found.unit} ${found.heads[i].number}, horizon ${short(found.heads[i].horizon)} tokens`));
-  $("heads-note").textContent = found.all > found.heads.length
-    ? `${found.heads.length} of ${found.all.toLocaleString("en")} channels, by their horizons (½, in tokens, of a channel's slowest state)`
+    `${shown.unit} ${shown.heads[i].number}, horizon ${short(shown.heads[i].horizon)} tokens`));
+  $("heads-note").textContent = shown.all > shown.heads.length
+    ? `${shown.heads.length} of ${shown.all.toLocaleString("en")} channels, by their horizons (½, in tokens, of a channel's slowest state)`
     : "number of the head, and its horizon ½ in tokens";
   drawThumbnails();
   headButtons.show(which);
@@ -250,15 +250,14 @@ function drawThumbnails() {
 
 function chooseHead(which) {
   chosen.head = which;
-  const found = data.layers[chosen.layer];
-  $("matrix-title").replaceChildren(element("b", `Layer ${chosen.layer}, ${found.unit} ${head().number}`), "what each token reads from those before it");
+  $("matrix-title").replaceChildren(element("b", `Layer ${chosen.layer}, ${data.layers[chosen.layer].unit} ${head().number}`), "what each token reads from those before it");
   columns = overview();
   colorText();
   drawCharts();
 }
 
 function redraw() {
-  for (const layer of data.layers) for (const one of layer.heads) { delete one.matrix.image; if (one.rotation) delete one.rotation.image; }
+  for (const layer of data.layers) for (const { matrix, rotation } of layer.heads) { delete matrix.image; if (rotation) delete rotation.image; }
   drawThumbnails();
   chooseHead(chosen.head);
 }
@@ -280,7 +279,7 @@ $("matrix").addEventListener("pointermove", (event) => {
   drawBig();
 });
 clickDots($("horizons"), "horizons");
-clickDots($("shares"), "shares");
+clickDots($("fractions"), "fractions");
 $("theme").addEventListener("click", () => {
   const dark = matchMedia("(prefers-color-scheme: dark)").matches, now = document.documentElement.dataset.theme ?? (dark ? "dark" : "light");
   document.documentElement.dataset.theme = now === "dark" ? "light" : "dark";
