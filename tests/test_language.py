@@ -1,4 +1,4 @@
-"""Names and docstrings of the package follow the rules of CONTRIBUTING.md."""
+"""Names and docstrings of the package, its tests, benchmarks and examples follow the rules of CONTRIBUTING.md."""
 
 import ast
 import re
@@ -8,12 +8,20 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "anymamba"
-FILES = sorted(SOURCE.rglob("*.py"))
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "anymamba"
+PACKAGE = sorted(SOURCE.rglob("*.py"))
+OTHERS = [file for name in ("tests", "benchmarks", "examples", "docs") for file in sorted((ROOT / name).rglob("*.py"))]
+FILES = [*PACKAGE, *OTHERS]
+TEXTS = [file for kind in ("*.h", "*.cpp", "*.js", "*.css", "*.html") for file in sorted(SOURCE.rglob(kind))]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Names that tell a module's role within its package, and stand-ins that have the names of what they stand for.
 REPEATED_NAMES = {"__init__", "__main__", "base", "config", "inspect", "generate", "metrics", "prefill", "tokenizers"}
+
+# Names that do not say what they hold.
+CATCH_ALL_NAMES = {"found", "given", "own", "wanted", "made", "said", "here"}
+UNRENAMED = {"shards.py", "sources.py", "tables.py", "predict.py"}  # of the package's training: still to be renamed
 
 # Words that had a private meaning, and what to write instead.
 PRIVATE_WORDS = {
@@ -22,7 +30,18 @@ PRIVATE_WORDS = {
     r"(?<!falls )(?<!leaves )\bbehind\b": "after, below or in",
     r"\bwhole numbers?\b": "integers",
     r"\bfresh starts?\b": "zero state or empty cache",
+    r"(?<![a-z])refus(e|es|ed|ing)(?![a-z])": "reject or raise",
 }
+
+# Stems of words with a British spelling.
+BRITISH_STEMS = re.compile(
+    r"(discreti|generali|initiali|maximi|minimi|normali|optimi|organi|quanti|recogni|seriali|summari|utili|vectori)s"
+    r"(e|ed|er|es|ing|ation)|behaviour|(?<![a-z])centre|colour|favour|honour|(?<![a-z])licence|neighbour|artefact",
+    re.IGNORECASE,
+)
+
+# Lines that break a rule on purpose: words of a text that a model writes, and an option that is rejected.
+DELIBERATE = re.compile(r"day, hand\. eyes\. door\.|did you mean (--)?optimizer")
 
 
 @cache
@@ -36,15 +55,27 @@ def nodes(*kinds):
     for file in FILES:
         for node in ast.walk(parsed(file)):
             if isinstance(node, kinds):
-                yield f"{file.relative_to(SOURCE)}:{getattr(node, 'lineno', 1)}", node
+                yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", node
+
+
+def lines_with(pattern):
+    """Return the lines with a pattern, each with its location, but for this file and deliberate ones."""
+    return [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
+        for file in [*FILES, *TEXTS]
+        if file != Path(__file__)
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if pattern.search(line) and not DELIBERATE.search(line)
+    ]
 
 
 def test_docstrings_of_functions_begin_with_a_verb():
-    first_words = re.compile(r"(The|A|An|What|Whether|How|Where|Of|As)\b")
+    """Except for those of tests, which explain why what the name of the test says must hold."""
+    first_words = re.compile(r"(The|A|An|What|Whether|How|Where|Of|As|Each|Every)\b")
     assert not [
         f"{location} {node.name}: {docstring.splitlines()[0]}"
         for location, node in nodes(*FUNCTIONS)
-        if (docstring := ast.get_docstring(node)) and first_words.match(docstring)
+        if not node.name.startswith("test_") and (docstring := ast.get_docstring(node)) and first_words.match(docstring)
     ]
 
 
@@ -60,15 +91,24 @@ def test_descriptions_of_arguments_stand_alone():
     ]
 
 
+def test_names_say_what_they_hold():
+    names = {ast.Name: "id", ast.arg: "arg", **dict.fromkeys(FUNCTIONS, "name")}
+    assert not [
+        f"{location} {name}"
+        for location, node in nodes(*names)
+        if (name := getattr(node, names[type(node)])) in CATCH_ALL_NAMES
+        and not isinstance(getattr(node, "ctx", None), ast.Load)
+        and Path(location.partition(":")[0]).name not in UNRENAMED
+    ]
+
+
 @pytest.mark.parametrize("word", PRIVATE_WORDS)
 def test_words_have_their_usual_meaning(word):
-    pattern = re.compile(word, re.IGNORECASE)
-    assert not [
-        f"{file.relative_to(SOURCE)}:{number}: write {PRIVATE_WORDS[word]}: {line.strip()}"
-        for file in [*FILES, *sorted(SOURCE.rglob("*.h")), *sorted(SOURCE.rglob("*.cpp"))]
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
-        if pattern.search(line)
-    ]
+    assert not lines_with(re.compile(word, re.IGNORECASE)), f"write {PRIVATE_WORDS[word]}"
+
+
+def test_words_are_spelled_as_in_american_english():
+    assert not lines_with(BRITISH_STEMS)
 
 
 def test_an_assignment_sets_one_attribute():
@@ -88,5 +128,5 @@ def test_checks_have_one_verb():
 
 
 def test_the_name_of_a_module_tells_it_apart():
-    names = Counter(file.stem for file in FILES)
+    names = Counter(file.stem for file in PACKAGE)
     assert not [name for name, count in names.items() if count > 1 and name not in REPEATED_NAMES]

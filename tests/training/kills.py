@@ -35,11 +35,11 @@ def arm(directory, how, amount, slow, note):
     """Let this process kill itself and note where it was.
 
     Args:
-        directory: of the run, whose files count.
-        how: "operation", "named" or "time".
-        amount: the number of operations, a pattern of the operation and its file, or seconds.
-        slow: seconds that each operation of a save takes longer.
-        note: the file for the note.
+        directory: Directory of the run, whose files count.
+        how: One of "operation", "named" or "time".
+        amount: Number of operations, a pattern of the operation and its file, or seconds.
+        slow: Seconds that are added to each operation of a save.
+        note: File for the note.
     """
     lock, left = threading.Lock(), amount
 
