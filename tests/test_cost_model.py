@@ -30,8 +30,8 @@ from anymamba.scan.chunking import compute_final_state
 from anymamba.training.api import create_run
 from anymamba.training.distributed.process_group import World
 from tests.models.cases import FAMILIES
+from tests.ranks import run_cases, shared_directory
 from tests.training.cases import silent, tiny
-from tests.workers import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 
@@ -167,7 +167,7 @@ def wire_case(rank):
         assert bytes_on_the_wire() - before == pytest.approx(expected.sent, rel=0.01)
 
 
-WORKER_CASES = {
+RANK_CASES = {
     size: {
         name: functools.partial(step_case, name=name, model=model, sections=sections, mesh=mesh)
         for name, (model, sections, mesh) in steps.items()
@@ -175,7 +175,7 @@ WORKER_CASES = {
     for size, steps in STEPS.items()
 }
 if Path("/proc/self/fd").exists():
-    for cases in WORKER_CASES.values():
+    for cases in RANK_CASES.values():
         cases["wire"] = wire_case
 
 
@@ -184,7 +184,7 @@ def errors(size):
     return run_cases(__name__, size)
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in WORKER_CASES.items() for name in cases])
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in RANK_CASES.items() for name in cases])
 def test_a_step_sends_what_is_predicted(size, name):
     assert not errors(size)[name], errors(size)[name]
 

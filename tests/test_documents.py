@@ -69,7 +69,7 @@ class TestExtraction:
         ("sh", "for x in"),
     ],
 )
-def test_what_nobody_can_run_is_rejected_even_where_it_is_marked(tmp_path, language, code):
+def test_what_cannot_be_run_is_rejected_even_where_it_is_marked(tmp_path, language, code):
     (block,) = blocks(written(tmp_path, f"```{language}\n# needs patience\n{code}\n```\n"))
     with pytest.raises((SyntaxError, ImportError, ValueError, AssertionError, subprocess.CalledProcessError)):
         documents.check(block)

@@ -25,11 +25,11 @@ UNRENAMED = {"shards.py", "sources.py", "tables.py", "predict.py"}  # of the pac
 
 # Words that had a private meaning, and what to write instead.
 PRIVATE_WORDS = {
-    r"\brooms?\b": "package, layer or memory",
-    r"\bdoors?\b": "entry point or middleware",
-    r"(?<!falls )(?<!leaves )\bbehind\b": "after, below or in",
-    r"\bwhole numbers?\b": "integers",
-    r"\bfresh starts?\b": "zero state or empty cache",
+    r"(?<![a-z])rooms?(?![a-z])": "package, layer or memory",
+    r"(?<![a-z])doors?(?![a-z])": "entry point or middleware",
+    r"(?<!falls )(?<!leaves )(?<![a-z])behind(?![a-z])": "after, below or in",
+    r"whole[ _]numbers?": "integers",
+    r"fresh[ _]starts?": "zero state or empty cache",
     r"(?<![a-z])refus(e|es|ed|ing)(?![a-z])": "reject or raise",
 }
 

@@ -28,7 +28,7 @@ class GrokkingSection:
 
     modulus: int = option(47, "p, the modulus of the sums")
     terms: int = option(2, "k, how many numbers are added")
-    share: float = option(0.5, "fraction of all sums that is trained on")
+    fraction: float = option(0.5, "fraction of all sums that is trained on")
     d_model: int = option(64, "width of the residual stream")
     d_state: int = option(32, "state size of the one head")
 
@@ -36,8 +36,8 @@ class GrokkingSection:
         """Raise for values that cannot work."""
         check_at_least(self, 2, "modulus", "terms")
         check_at_least(self, 1, "d_model", "d_state")
-        if not 0 < self.share < 1:
-            raise ValueError(f"share must be above 0 and below 1, got {self.share}")
+        if not 0 < self.fraction < 1:
+            raise ValueError(f"fraction must be above 0 and below 1, got {self.fraction}")
         if self.modulus**self.terms > 2**20:
             raise ValueError(f"modulus ** terms must be at most 2^20, got {self.modulus} ** {self.terms}")
 
@@ -69,7 +69,7 @@ class GrokkingTask(LabeledTask):
         numbers = np.array(list(itertools.product(range(c.modulus), repeat=c.terms)))
         sums = numbers.sum(1) % c.modulus
         order = np.random.default_rng(config.seed).permutation(len(numbers))
-        cut = round(c.share * len(numbers))
+        cut = round(c.fraction * len(numbers))
         training, test = (
             Labeled(torch.from_numpy(numbers[part]), torch.from_numpy(sums[part])) for part in np.split(order, [cut])
         )

@@ -22,7 +22,7 @@ def test_layers_carry_the_inputs_from_which_the_model_follows(family):
     assert_near(logits, model(ids).logits, FLOOR[torch.float64])
 
 
-def test_no_hook_is_left_behind():
+def test_all_hooks_are_removed():
     model = small_lm()
     layers(model, torch.randint(61, (1, 3)))
     with pytest.raises(ValueError, match="token ids"):

@@ -1,4 +1,4 @@
-"""How a config is given: by position and by name, under our names and with a hint for those of others."""
+"""Configs are passed by position and by name, under our names and with a hint for those of others."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""What every block of every family promises."""
+"""The promises of every block of every family."""
 
 import itertools
 

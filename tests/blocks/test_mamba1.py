@@ -1,4 +1,4 @@
-"""What is Mamba-1's own."""
+"""Promises of Mamba-1 alone."""
 
 import math
 

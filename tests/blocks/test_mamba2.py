@@ -85,7 +85,7 @@ def test_options_of_the_official_kernels_are_ignored():
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("field", "value"), [("d_model", 16.0), ("headdim", "8"), ("d_state", True)])
-def test_sizes_are_whole_numbers(field, value):
+def test_sizes_are_integers(field, value):
     with pytest.raises(TypeError, match=f"{field} must be an integer, got {value!r}"):
         Mamba2(**{**SMALL, field: value})
 

@@ -1,4 +1,4 @@
-"""What is odd but right is computed as its plain form is, and what is wrong meets one sentence."""
+"""Odd but valid inputs are computed as their plain form is, and invalid ones raise one sentence."""
 
 import contextlib
 

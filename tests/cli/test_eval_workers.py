@@ -18,7 +18,7 @@ from anymamba.cli.main import main
 from anymamba.core.context_parallel import ContextParallelGroup
 from anymamba.generation.scoring import score_text
 from tests.models.cases import FAMILIES, small_lm
-from tests.workers import run_cases, shared_directory
+from tests.ranks import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 
@@ -156,7 +156,7 @@ def other_texts_case(rank):
         assert rank or f"rank {last} of {last + 1}: 1.txt: every rank must see the same text" in err, err
 
 
-WORKER_CASES = {
+RANK_CASES = {
     size: {
         **{f"output, {name}": functools.partial(output_case, name=name) for name in TEXTS},
         **{f"likelihood, {family}": functools.partial(likelihood_case, family=family) for family in FAMILIES},
@@ -172,7 +172,7 @@ def heard(size):
     return run_cases(__name__, size)
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in WORKER_CASES.items() for name in cases])
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in RANK_CASES.items() for name in cases])
 def test_workers_score_as_one_does(size, name):
     assert not heard(size)[name], heard(size)[name]
 
@@ -200,5 +200,5 @@ def test_torchrun_prints_what_one_process_does(tmp_path):
         ([2, 7, 3, 4], 2, [0, 0, 1, 1]),
     ],
 )
-def test_the_largest_texts_are_shared_and_the_others_go_to_the_worker_with_the_least(sizes, count, expected):
+def test_the_largest_texts_are_shared_and_the_others_go_to_the_rank_with_the_least(sizes, count, expected):
     assert _assign_texts(sizes, count) == expected

@@ -122,7 +122,7 @@ def test_packed_convolutions_are_sequences_alone(activation):
     assert not y[0, :, 10].any()
 
 
-def test_a_convolution_in_pieces_is_the_whole():
+def test_a_convolution_in_parts_is_the_whole():
     conv, update = official("causal_conv1d.causal_conv1d_fn"), official("causal_conv1d.causal_conv1d_update")
     varlen = official("causal_conv1d.causal_conv1d_varlen.causal_conv1d_varlen_states")
     x, weight, bias = torch.randn(2, 5, 11), torch.randn(5, 4), torch.randn(5)

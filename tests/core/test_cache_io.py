@@ -152,7 +152,7 @@ def odd_tensors(tree):
     yield {first: torch.full_like(x, -float("inf"))}, "not finite"
 
 
-def test_odd_tensors_are_rejected_whoever_wrote_the_checksum(state):
+def test_odd_tensors_are_rejected_although_the_checksum_is_right(state):
     path, load, tree, metadata = state
     for changes, message in odd_tensors(tree):
         tensors = {name: x for name, x in {**tree.tensors(), **changes}.items() if x is not None}

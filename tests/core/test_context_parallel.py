@@ -10,8 +10,8 @@ import torch.distributed as dist
 from anymamba import Mamba1, Mamba2, Mamba3, MambaLM
 from anymamba.core.context_parallel import ContextParallelGroup, SequencePart
 from anymamba.models.loss import IGNORED_LABEL
+from tests.ranks import run_cases
 from tests.support import assert_near
-from tests.workers import run_cases
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 
@@ -164,7 +164,7 @@ def rejection_case(rank):
             call()
 
 
-WORKER_CASES = {
+RANK_CASES = {
     size: {
         f"{block}, {layout}, {'carried' if carried else 'fresh'}": functools.partial(
             block_case, make=make, cuts=cuts, bounds=bounds, carried=carried
@@ -175,15 +175,15 @@ WORKER_CASES = {
     }
     for size, layouts in LAYOUTS.items()
 }
-WORKER_CASES[2] |= {
+RANK_CASES[2] |= {
     f"{family} model{', recomputed' if again else ''}": functools.partial(
         model_case, family=family, checkpointing=again
     )
     for family in ("Mamba1", "Mamba2", "Mamba3")
     for again in (False, True)
 }
-WORKER_CASES[2] |= {f"bytes of {name}": functools.partial(bytes_case, make=make) for name, make in BLOCKS.items()}
-WORKER_CASES[2]["rejections"] = rejection_case
+RANK_CASES[2] |= {f"bytes of {name}": functools.partial(bytes_case, make=make) for name, make in BLOCKS.items()}
+RANK_CASES[2]["rejections"] = rejection_case
 
 
 @functools.cache
@@ -191,6 +191,6 @@ def messages(size):
     return run_cases(__name__, size)
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in WORKER_CASES.items() for name in cases])
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in RANK_CASES.items() for name in cases])
 def test_parts_of_a_sequence_are_the_whole(size, name):
     assert not messages(size)[name], messages(size)[name]

@@ -9,7 +9,7 @@ from tests.support import assert_near
 
 
 def test_the_split_has_every_sum_once():
-    task = GrokkingTask(GrokkingConfig.from_dict({"grokking": {"modulus": 7, "terms": 3, "share": 0.4}}))
+    task = GrokkingTask(GrokkingConfig.from_dict({"grokking": {"modulus": 7, "terms": 3, "fraction": 0.4}}))
     numbers = torch.cat([task.training.inputs, task.test.inputs])
     assert len(task.training.labels) == round(0.4 * 7**3)
     assert len({tuple(row) for row in numbers.tolist()}) == 7**3

@@ -20,7 +20,7 @@ def lasting():
     return torch.zeros(1, 1, 1, dtype=torch.float64)
 
 
-def test_simple_fractions_of_a_circle_cost_nothing_and_what_lies_between_them_does():
+def test_simple_fractions_of_a_circle_cost_nothing_and_those_between_them_do():
     simple = rotations(0, 1 / 2, -1 / 2, 1 / 3, 2 / 3, 1 / 4, -1 / 5, 2 / 5, 5 / 6, 1 / 12)
     assert rotation_penalty(lasting(), simple).item() == pytest.approx(0, abs=1e-12)
     assert rotation_penalty(lasting(), simple + CIRCLE / PARTS / 2).item() == pytest.approx(2)

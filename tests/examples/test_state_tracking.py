@@ -183,7 +183,7 @@ def test_runs_that_differ_in_their_seed_alone_are_taken_together(tmp_path):
 
 
 @pytest.mark.parametrize("variant", ["mamba3", "mamba3-fixed-rotation", "mamba3-no-rotation", "mamba2"])
-def test_as_much_of_the_state_turns_as_was_asked_for(variant):
+def test_as_much_of_the_state_rotates_as_requested(variant):
     for fraction in (0.5, 1.0):
         block = (
             TrackingTask(config(variant=variant, rotating=fraction)).make_model(torch.float32).backbone.layers[0].mixer

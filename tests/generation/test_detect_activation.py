@@ -120,7 +120,7 @@ def test_a_wrong_block_option_is_one_line(option, error, capsys):
     assert err.count("\n") == 1
 
 
-def test_options_that_nobody_knows_are_kept_and_those_without_effect_are_taken(tmp_path):
+def test_unknown_options_are_kept_and_those_without_effect_are_taken(tmp_path):
     source = shutil.copytree(Path(__file__).parents[1] / "golden" / "lm_mamba3_siso", tmp_path / "in")
     config = json.loads((source / "config.json").read_text())
     config["ssm_cfg"] |= {"dropout": 0.1, "n_layer": 3, "fuse_pregate_headwise_norm": False, "a_activation": "softplus"}

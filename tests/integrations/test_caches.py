@@ -53,7 +53,7 @@ def test_a_cache_in_any_layout_of_memory():
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
-def test_a_reset_cache_is_a_fresh_start(name):
+def test_a_reset_cache_is_an_empty_one(name):
     _, fast = pair(name)
     x = ids(2, 9)
     _, cache = run(fast, ids(2, 5, seed=4))

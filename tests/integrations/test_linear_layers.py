@@ -80,7 +80,7 @@ def test_values_of_any_shape(shape, dtype):
 
 
 @torch.no_grad()
-def test_rows_that_do_not_lie_together():
+def test_rows_that_are_not_contiguous():
     layer = linear(29, 37)
     x = torch.randn(37, 6).T[::2]
     assert_near(layer(x), nn.functional.linear(x, layer.weight, layer.bias), 1e-6)

@@ -223,7 +223,7 @@ def test_a_version_below_the_floor_raises(function, monkeypatch):
         function()
 
 
-def test_a_missing_transformers_is_said_so(monkeypatch):
+def test_a_missing_transformers_is_named(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 

@@ -180,7 +180,7 @@ def test_packing_can_be_left_out():
 
 
 @torch.no_grad()
-def test_a_failed_call_leaves_no_packing_behind():
+def test_a_failed_call_leaves_no_packing():
     _, fast = pair("mamba2")
     rows, x, seq_idx, _ = packed()
     expected = fast(x).logits

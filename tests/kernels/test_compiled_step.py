@@ -314,7 +314,7 @@ class Norm(nn.Module):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize(("gated", "order"), [(False, True), (True, True), (True, False)])
-def test_a_norm_takes_its_groups_its_order_and_its_weights_from_whoever_describes(gated, order, weighted, dtype):
+def test_a_norm_takes_its_groups_its_order_and_its_weights_from_the_description(gated, order, weighted, dtype):
     width, rows, group_size, eps = 42, 3, 14, 1e-3
     module, x = Norm(width, dtype), torch.randn(rows, 2 * width).to(dtype)
 

@@ -87,7 +87,7 @@ def test_a_compiled_token_of_integer_weights_is_near_that_of_the_widened_model(f
 
 @pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_compiled_token_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(format):
+def test_a_compiled_token_does_not_depend_on_other_rows_nor_on_the_threads(format):
     decode = decoder(quantize_model(small_lm(), format))
     ids = IDS.flatten()
     together, _ = decode.step(ids)

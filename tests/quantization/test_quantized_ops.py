@@ -140,7 +140,7 @@ def test_every_number_of_rows_gives_the_same_bits(format, out, width):
 
 @pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(format):
+def test_a_row_does_not_depend_on_other_rows_nor_on_the_threads(format):
     torch.manual_seed(0)
     stored, x = quantize_tensor(torch.randn(301, 333), format), torch.randn(MAX_ROWS, 333)
     together = quantized_linear(x, stored)

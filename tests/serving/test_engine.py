@@ -275,7 +275,7 @@ def test_an_unforeseen_error_fails_the_current_jobs_and_no_other(running, monkey
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-def test_nobody_waits_while_an_idle_engine_returns_memory(running, monkeypatch):
+def test_jobs_do_not_wait_while_an_idle_engine_returns_memory(running, monkeypatch):
     """A job that is submitted meanwhile is accepted, and runs afterwards."""
     returning, may_end = threading.Event(), threading.Event()
 

@@ -334,7 +334,7 @@ def vanish(server, count, seed=0):
         list(pool.map(one, range(count)))
 
 
-def test_clients_that_vanish_leave_nothing_behind(server):
+def test_clients_that_disconnect_leave_no_jobs_or_states(server):
     vanish(server, 16)
     before = server.wait_until_idle()
     vanish(server, 40, seed=1)

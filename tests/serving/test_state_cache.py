@@ -116,7 +116,7 @@ class Clock:
         self._now += seconds
 
 
-def test_nobody_waits_for_a_slow_disk(tmp_path, monkeypatch):
+def test_requests_do_not_wait_for_a_slow_disk(tmp_path, monkeypatch):
     cache = StateCache(MODEL, 2 * SIZE, tmp_path)
     write, may_write = cache.files.write, threading.Event()
 

@@ -148,7 +148,7 @@ def test_a_damaged_one_is_reported_and_the_one_before_it_is_used(trainer, name, 
     ],
     ids=str,
 )
-def test_an_odd_manifest_is_rejected_whoever_wrote_its_checksum(trainer, change):
+def test_an_odd_manifest_is_rejected_although_its_checksum_is_right(trainer, change):
     path = list_checkpoints(trainer.directory / "checkpoints")[0]
     shutil.rmtree(list_checkpoints(trainer.directory / "checkpoints")[1])
     manifest = {**read_json(path / "training.json"), **change}
@@ -160,7 +160,7 @@ def test_an_odd_manifest_is_rejected_whoever_wrote_its_checksum(trainer, change)
 
 @pytest.mark.parametrize("name", ["optimizer.safetensors", "model.safetensors"])
 @pytest.mark.parametrize("damage", ["nothing", "fewer", "more", "others", "narrower"])
-def test_odd_tensors_are_rejected_whoever_wrote_their_checksum(trainer, name, damage):
+def test_odd_tensors_are_rejected_although_their_checksum_is_right(trainer, name, damage):
     path = list_checkpoints(trainer.directory / "checkpoints")[0]
     shutil.rmtree(list_checkpoints(trainer.directory / "checkpoints")[1])
     tensors = read_tensors(path / name)
@@ -188,7 +188,7 @@ def test_odd_tensors_are_rejected_whoever_wrote_their_checksum(trainer, name, da
 
 
 @pytest.mark.parametrize("damage", ["fewer", "more", "other rows", "scalar", "other sizes"])
-def test_odd_carried_states_are_rejected_whoever_wrote_their_checksum(tmp_path, damage):
+def test_odd_carried_states_are_rejected_although_their_checksum_is_right(tmp_path, damage):
     config = tiny(write_corpus(tmp_path / "corpus"), data={"mode": "stream"}, evaluation={"sample_tokens": 0})
     trainer = create_run(config, tmp_path / "run", silent)
     assert trainer.run()

@@ -16,9 +16,9 @@ from anymamba.training.checkpoint.manifest import list_checkpoints
 from anymamba.training.config.sections import ParallelSection
 from anymamba.training.distributed.process_group import SharedError, World
 from anymamba.training.metrics.loggers import read_metrics
+from tests.ranks import run_cases, shared_directory
 from tests.support import assert_near
 from tests.training.cases import draw_nothing, silent, tiny, write_corpus
-from tests.workers import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 
@@ -65,7 +65,7 @@ def config_of(fields, mesh):
     return tiny(corpus, parallel={"timeout": 60, **mesh}, **sections)
 
 
-def workers_of(rank):
+def world_of(rank):
     return World(rank, dist.get_world_size())
 
 
@@ -103,7 +103,7 @@ def run_case(rank, name, fields, mesh):
     """Check that losses, norms, evaluations and final weights are those of one process."""
     prepare(rank)
     expected, directory = alone(rank, fields), shared_directory(name)
-    create_run(config_of(fields, mesh), directory, silent, workers_of(rank)).run(shown=False)
+    create_run(config_of(fields, mesh), directory, silent, world_of(rank)).run(shown=False)
     if rank == 0:
         assert_same_run(directory, expected)
     dist.barrier()
@@ -113,13 +113,13 @@ def resume_case(rank, name, fields, first, then):
     """Check that a run that is stopped and continues on another mesh ends as one process does."""
     prepare(rank)
     expected, directory = alone(rank, fields), shared_directory(name)
-    trainer = create_run(config_of(fields, first), directory, silent, workers_of(rank))
+    trainer = create_run(config_of(fields, first), directory, silent, world_of(rank))
     trainer.run([lambda row: row.step == 3], shown=False)
     assert trainer.step == 3
     assert not trainer.finished
     usual = {"replicate": "none", "shard": "1", "context": "1"}
     changes = {f"parallel.{key}": str(then.get(key, value)) for key, value in usual.items()}
-    open_run(directory, changes, silent, workers_of(rank)).run(shown=False)
+    open_run(directory, changes, silent, world_of(rank)).run(shown=False)
     if rank == 0:
         assert_same_run(directory, expected)
     dist.barrier()
@@ -132,9 +132,9 @@ def exact_resume_case(rank, fields, mesh):
     for name in ("whole", "stopped"):
         directory = shared_directory(f"{name}-{'-'.join(mesh)}")
         stop = [lambda row: row.step == 3] if name == "stopped" else []
-        create_run(config_of(fields, mesh), directory, silent, workers_of(rank)).run(stop, shown=False)
+        create_run(config_of(fields, mesh), directory, silent, world_of(rank)).run(stop, shown=False)
         if stop:
-            open_run(directory, {}, silent, workers_of(rank)).run(shown=False)
+            open_run(directory, {}, silent, world_of(rank)).run(shown=False)
         ends.append(list_checkpoints(directory / "checkpoints")[0])
         dist.barrier()
     if rank == 0:
@@ -148,7 +148,7 @@ def alone_after_case(rank):
     prepare(rank)
     fields = STREAM | PARTS
     expected, directory = alone(rank, fields), shared_directory("then alone")
-    create_run(config_of(fields, {"shard": 2}), directory, silent, workers_of(rank)).run(
+    create_run(config_of(fields, {"shard": 2}), directory, silent, world_of(rank)).run(
         [lambda row: row.step == 3], shown=False
     )
     if rank == 0:
@@ -172,7 +172,7 @@ def mistakes_case(rank):
     for number, (words, (fields, mesh)) in enumerate(MISTAKES.items()):
         directory = shared_directory(f"mistake{number}")
         with pytest.raises(SharedError, match=words):
-            create_run(config_of(fields, mesh), directory, silent, workers_of(rank))
+            create_run(config_of(fields, mesh), directory, silent, world_of(rank))
         assert not directory.exists()
 
 
@@ -184,7 +184,7 @@ def mistake_elsewhere_case(rank):
             raise ValueError("no such file")
 
     with pytest.raises(SharedError, match="rank 1 of 2: no such file"):
-        workers_of(rank).run_checked(look)
+        world_of(rank).run_checked(look)
 
 
 def bfloat16_case(rank):
@@ -193,7 +193,7 @@ def bfloat16_case(rank):
     for mesh in ({}, {"shard": 2}, {"context": 2}):
         fields = {"precision": {"dtype": "bfloat16"}}
         directory = shared_directory(f"bfloat16{'-'.join(mesh)}")
-        trainer = create_run(config_of(fields, {**mesh, "reduce": "bfloat16"}), directory, silent, workers_of(rank))
+        trainer = create_run(config_of(fields, {**mesh, "reduce": "bfloat16"}), directory, silent, world_of(rank))
         trainer.run(shown=False)
         if rank == 0:
             losses, alone_losses = losses_of(directory), losses_of(alone_bfloat16())
@@ -214,7 +214,7 @@ def overflow_case(rank):
     prepare(rank)
     for mesh in ({}, {"shard": 2}, {"context": 2}):
         directory = shared_directory(f"overflow{'-'.join(mesh)}")
-        trainer = create_run(config_of({}, mesh), directory, silent, workers_of(rank))
+        trainer = create_run(config_of({}, mesh), directory, silent, world_of(rank))
         cost = trainer.task.loss
 
         def broken(*inputs, cost=cost):
@@ -229,7 +229,7 @@ def overflow_case(rank):
 
 def hang_case(rank):
     """Check that the error names a rank that does not respond, and what the others wait for."""
-    world = workers_of(rank)
+    world = world_of(rank)
     world.set_mesh(ParallelSection(timeout=2), torch.device("cpu"))
     heard, end = shared_directory("heard"), time.monotonic() + 60
     if rank == 1:
@@ -242,13 +242,13 @@ def hang_case(rank):
     heard.touch()
 
 
-WORKER_CASES = {
+RANK_CASES = {
     size: {
         name: functools.partial(run_case, name=name, fields=fields, mesh=mesh) for name, (fields, mesh) in runs.items()
     }
     for size, runs in RUNS.items()
 }
-WORKER_CASES[2] |= {
+RANK_CASES[2] |= {
     "resumed, shard to context": functools.partial(
         resume_case, name="a", fields=STREAM | PARTS | MUON, first={"shard": 2}, then={"context": 2}
     ),
@@ -264,7 +264,7 @@ WORKER_CASES[2] |= {
     "overflow": overflow_case,
     "hang": hang_case,  # last: it leaves the process group broken
 }
-WORKER_CASES[4] |= {
+RANK_CASES[4] |= {
     "resumed, shard and context to replicate": functools.partial(
         resume_case, name="c", fields=STREAM, first={"shard": 2, "context": 2}, then={"replicate": 4}
     ),
@@ -276,6 +276,6 @@ def messages(size):
     return run_cases(__name__, size)
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in WORKER_CASES.items() for name in cases])
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in RANK_CASES.items() for name in cases])
 def test_ranks_train_as_one_process_does(size, name):
     assert not messages(size)[name], messages(size)[name]

@@ -16,6 +16,7 @@ from anymamba.training.api import create_run, open_run
 from anymamba.training.checkpoint.manifest import list_checkpoints, manifest_checksum
 from anymamba.training.checkpoint.resume import load_latest
 from anymamba.training.checkpoint.sharded_tensors import StoredTensor
+from tests.ranks import run_cases, shared_directory
 from tests.training.cases import silent
 from tests.training.test_process_group import (
     MUON,
@@ -25,10 +26,9 @@ from tests.training.test_process_group import (
     assert_same_run,
     config_of,
     resume_case,
-    workers_of,
+    world_of,
 )
 from tests.training.test_save import names_in, replaced, trained
-from tests.workers import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 
@@ -104,7 +104,7 @@ def damage_case(rank):
             damage(list_checkpoints(directory / "checkpoints")[0])
         dist.barrier()
         told = []
-        assert open_run(directory, {}, told.append, workers_of(rank)).step == 2
+        assert open_run(directory, {}, told.append, world_of(rank)).step == 2
         assert len(told) == (1 if rank == 0 else 0)
         if rank == 0:
             assert load_latest(directory / "checkpoints", told.append).manifest.step == 2
@@ -129,7 +129,7 @@ def own_rows_case(rank):
         return counted
 
     with replaced(StoredTensor, "__getitem__", counting):
-        trainer = open_run(shared_directory("half"), {"parallel.shard": "2"}, silent, workers_of(rank))
+        trainer = open_run(shared_directory("half"), {"parallel.shard": "2"}, silent, world_of(rank))
     path = list_checkpoints(shared_directory("half") / "checkpoints")[0]
     total = sum(x.numel() for file in path.glob("*.safetensors") for x in load_file(file).values())
     assert sum(read) < 0.7 * total, (sum(read), total)
@@ -152,17 +152,17 @@ def init_case(rank):
     dist.barrier()
     values = {**config_of({}, {"shard": 2}).to_dict(), **config}
     directory = shared_directory("second")
-    trainer = create_run(TrainingConfig.from_dict(values), directory, silent, workers_of(rank))
+    trainer = create_run(TrainingConfig.from_dict(values), directory, silent, world_of(rank))
     trainer.run([lambda row: row.step == 3], shown=False)
     dist.barrier()
     if rank == 0:
         shutil.rmtree(shared_directory("moved"))
     dist.barrier()
-    assert open_run(directory, {}, silent, workers_of(rank)).run(shown=False)
+    assert open_run(directory, {}, silent, world_of(rank)).run(shown=False)
     dist.barrier()
 
 
-WORKER_CASES = {
+RANK_CASES = {
     2: {"damage": damage_case, "own rows": own_rows_case, "begun with a model": init_case},
     4: {
         "resumed, hybrid to shards": functools.partial(
@@ -180,6 +180,6 @@ def messages(size):
     return run_cases(__name__, size)
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in WORKER_CASES.items() for name in cases])
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in RANK_CASES.items() for name in cases])
 def test_ranks_read_what_others_wrote(size, name):
     assert not messages(size)[name], messages(size)[name]

@@ -19,6 +19,7 @@ from anymamba.training.checkpoint.manifest import Manifest, list_checkpoints
 from anymamba.training.checkpoint.save import Part, Saver
 from anymamba.training.checkpoint.sharded_tensors import StoredTensors
 from anymamba.training.distributed.process_group import SharedError
+from tests.ranks import run_cases, shared_directory
 from tests.training.cases import silent
 from tests.training.test_process_group import (
     MUON,
@@ -26,9 +27,8 @@ from tests.training.test_process_group import (
     STREAM,
     config_of,
     prepare,
-    workers_of,
+    world_of,
 )
-from tests.workers import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 
@@ -37,7 +37,7 @@ def trained(rank, name, fields, mesh, stop=None):
     """Train on several ranks, perhaps only in part; return the trainer and its checkpoints, the latest first."""
     prepare(rank)
     directory = shared_directory(name)
-    trainer = create_run(config_of(fields, mesh), directory, silent, workers_of(rank))
+    trainer = create_run(config_of(fields, mesh), directory, silent, world_of(rank))
     trainer.run([lambda row: row.step == stop], shown=False)
     dist.barrier()
     return trainer, list_checkpoints(directory / "checkpoints")
@@ -99,7 +99,7 @@ def background_case(rank, mesh):
         return written
 
     directory = shared_directory(f"often{'-'.join(mesh)}")
-    trainer = create_run(config_of(fields, mesh), directory, silent, workers_of(rank))
+    trainer = create_run(config_of(fields, mesh), directory, silent, world_of(rank))
     with replaced(Part, "write", slow):
         trainer.run(shown=False)
     dist.barrier()
@@ -131,9 +131,9 @@ def full_disk_case(rank, victim):
     prepare(rank)
     directory = shared_directory(f"full{victim}")
     config = config_of(STREAM | {"checkpoints": {"every": 1, "keep": 9}}, {"shard": 2})
-    trainer = create_run(config, directory, silent, workers_of(rank))
+    trainer = create_run(config, directory, silent, world_of(rank))
     trainer.run([lambda row: row.step == 2], shown=False)
-    again = open_run(directory, {}, silent, workers_of(rank))
+    again = open_run(directory, {}, silent, world_of(rank))
     name = f"optimizer-0000{victim + 1}-of-00002.safetensors"
     words = rf"^rank {victim} of 2: \S*step-00000003: cannot be written; .* File too large: \S*/{name}'"
     again._take_step()
@@ -146,7 +146,7 @@ def full_disk_case(rank, victim):
     ]
     assert not list((directory / "checkpoints").glob(".*"))
     dist.barrier()
-    last = open_run(directory, {}, silent, workers_of(rank))
+    last = open_run(directory, {}, silent, world_of(rank))
     assert last.step == 2
     assert last.run(shown=False)
     dist.barrier()
@@ -157,7 +157,7 @@ def failed_in_the_background_case(rank):
     prepare(rank)
     directory = shared_directory("fails")
     config = config_of({"schedule": {"steps": 500}, "checkpoints": {"every": 2}}, {"shard": 2})
-    trainer = create_run(config, directory, silent, workers_of(rank))
+    trainer = create_run(config, directory, silent, world_of(rank))
     trainer.save()
 
     def failing(write):
@@ -184,7 +184,7 @@ MANIFEST = Manifest(7, 0, "data", False, {}, [])
 def silent_rank_case(rank):
     """Check that a rank that does not report its part in time has failed, and that the error names it."""
     directory = shared_directory("silent")
-    saver = Saver(directory, workers_of(rank), 0.3)
+    saver = Saver(directory, world_of(rank), 0.3)
 
     def late(temporary):
         while rank == 1 and temporary.exists():  # the first rank removes it when it gives up
@@ -201,7 +201,7 @@ def silent_rank_case(rank):
 def error_meanwhile_case(rank):
     """Check that a rank waits for what is being written after an error that no other rank knows of."""
     directory = shared_directory("meanwhile")
-    saver = Saver(directory, workers_of(rank), 30)
+    saver = Saver(directory, world_of(rank), 30)
     part = Part({f"model-0000{rank + 1}-of-00002.safetensors": {"x": torch.zeros(1)}}, lambda _: time.sleep(0.5))
     saver.start(part, MANIFEST, previous=-1, keep=2)
     with pytest.raises(ZeroDivisionError), saver:
@@ -215,7 +215,7 @@ def error_meanwhile_case(rank):
 def slow_disk_case(rank):
     """Check that a failed run waits for a slow disk only for a while; what is written later is no checkpoint."""
     directory, disk = shared_directory("slow disk"), threading.Event()
-    saver = Saver(directory, workers_of(rank), 30)
+    saver = Saver(directory, world_of(rank), 30)
     name = f"model-0000{rank + 1}-of-00002.safetensors"
     part = Part({name: {"x": torch.zeros(1)}}, lambda _: disk.wait(60))
     saver.start(part, MANIFEST, previous=-1, keep=2)
@@ -233,7 +233,7 @@ def slow_disk_case(rank):
     dist.barrier()
 
 
-WORKER_CASES = {
+RANK_CASES = {
     2: {
         "format": format_case,
         "in the background, shard": functools.partial(background_case, mesh={"shard": 2}),
@@ -253,6 +253,6 @@ def messages(size):
     return run_cases(__name__, size)
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in WORKER_CASES.items() for name in cases])
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in RANK_CASES.items() for name in cases])
 def test_ranks_save_as_one(size, name):
     assert not messages(size)[name], messages(size)[name]

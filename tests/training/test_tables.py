@@ -42,7 +42,7 @@ def test_json_lines_have_texts_or_numbers(tmp_path):
     assert table.targets == [[1, 2], [3, 4]]
 
 
-def test_arrays_with_targets_beside_them(tmp_path):
+def test_arrays_with_targets_in_another_file(tmp_path):
     np.save(tmp_path / "x.npy", np.arange(12.0).reshape(2, 3, 2))
     np.save(tmp_path / "y.npy", np.array([1, 0]))
     table = read_tables([str(tmp_path / "x.npy")], targets=[str(tmp_path / "y.npy")])

@@ -24,7 +24,7 @@ from tests.training.kills import attempt
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 
 
-def test_restarted_ranks_meet_whoever_comes_first():
+def test_restarted_ranks_meet_in_any_order():
     """The store still has the messages from before the restart."""
     store, names = HashStore(), []
     for first in (0, 1, 0):
@@ -132,7 +132,7 @@ def check_whole(launched, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
-def test_a_worker_that_hangs_is_named_with_what_the_others_wait_for(tmp_path):
+def test_a_rank_that_hangs_is_named_with_what_the_others_wait_for(tmp_path):
     with Launched(tmp_path, timeout=20) as launched:
         os.kill(launched.world[1], signal.SIGSTOP)
         launched.until(launched.lines)

@@ -1,9 +1,9 @@
 """Runs cases that need several processes, many of them in one process group, on loopback.
 
-A test module lists functions of `rank` in `WORKER_CASES`, by the number of processes and a name. They run in a separate
+A test module lists functions of `rank` in `RANK_CASES`, by the number of processes and a name. They run in a separate
 process, which is forked once for each rank; a case fails if it fails on any rank.
 
-    python -m tests.workers MODULE SIZE
+    python -m tests.ranks MODULE SIZE
 """
 
 import importlib
@@ -30,7 +30,7 @@ def shared_directory(name):
 
 def run_cases(module, size):
     """Return the error of each case of a module by name; empty for a case that passed."""
-    command = [sys.executable, "-m", "tests.workers", module, str(size)]
+    command = [sys.executable, "-m", "tests.ranks", module, str(size)]
     process = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout)
@@ -58,7 +58,7 @@ def run_rank(cases, rank, size, directory):
 
 def main(module, size):
     size = int(size)
-    cases = importlib.import_module(module).WORKER_CASES[size]
+    cases = importlib.import_module(module).RANK_CASES[size]
     with tempfile.TemporaryDirectory() as directory:
         ranks = []
         for rank in range(size):
