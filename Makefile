@@ -51,7 +51,7 @@ test-processors-quick: $(VENV)/.installed
 test-arm:
 	tests/arm/run.sh $(TESTS)
 
-# Runs of two workers that are killed at random, which torchrun starts again; ten minutes on two cores.
+# Runs of two ranks that are killed at random, which torchrun starts again; ten minutes on two cores.
 KILLS ?= 20
 test-kills: $(VENV)/.installed
 	$(BIN)/python -m tests.training.kills --kills $(KILLS) $(if $(SEED),--seed $(SEED))

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,17 +114,16 @@ def _cases() -> dict[str, Callable[[], Callable[[], object]]]:
     families = {"mamba1": Mamba1, "mamba2": Mamba2, "mamba3": Mamba3}
     cases: dict[str, Callable[[], Callable[[], object]]] = {}
     for name, family in families.items():
-        cases[f"block/t{BLOCK_TOKENS}/{name}/forward"] = lambda family=family: forward(family)
-        cases[f"block/t{BLOCK_TOKENS}/{name}/forward-backward"] = lambda family=family: forward_backward(family)
+        cases[f"block/t{BLOCK_TOKENS}/{name}/forward"] = partial(forward, family)
+        cases[f"block/t{BLOCK_TOKENS}/{name}/forward-backward"] = partial(forward_backward, family)
         for width, rows in ((64, 1), (768, 1), (768, 8)):
-            key = f"block.step/{name}/d{width}/b{rows}"
-            cases[key] = lambda family=family, width=width, rows=rows: block_step(family, width, rows)
+            cases[f"block.step/{name}/d{width}/b{rows}"] = partial(block_step, family, width, rows)
     return {
         **cases,
         "MambaLM.step/d64": model_step,
         "MambaLM.forward/d64/t8": small_forward,
-        "generate/mamba2-130m/b1": lambda: decode(1),
-        "generate/mamba2-130m/b8": lambda: decode(8),
+        "generate/mamba2-130m/b1": partial(decode, 1),
+        "generate/mamba2-130m/b8": partial(decode, 8),
         f"training/mamba2-130m/t{TRAINING_TOKENS}": train,
     }
 

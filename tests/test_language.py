@@ -21,7 +21,6 @@ REPEATED_NAMES = {"__init__", "__main__", "base", "config", "inspect", "generate
 
 # Names that do not say what they hold.
 CATCH_ALL_NAMES = {"found", "given", "own", "wanted", "made", "said", "here"}
-UNRENAMED = {"shards.py", "sources.py", "tables.py", "predict.py"}  # of the package's training: still to be renamed
 
 # Words that had a private meaning, and what to write instead.
 PRIVATE_WORDS = {
@@ -98,7 +97,6 @@ def test_names_say_what_they_hold():
         for location, node in nodes(*names)
         if (name := getattr(node, names[type(node)])) in CATCH_ALL_NAMES
         and not isinstance(getattr(node, "ctx", None), ast.Load)
-        and Path(location.partition(":")[0]).name not in UNRENAMED
     ]
 
 
