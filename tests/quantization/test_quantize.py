@@ -11,9 +11,8 @@ from torch import nn
 from anymamba import GenerationState, MambaLM, decoder, generate
 from anymamba.core.weight_formats import FORMAT_SPECS
 from anymamba.kernels.cpu import bindings
-from anymamba.quantization.modules import QuantizedEmbedding, QuantizedLinear
 from anymamba.quantization.ops import dequantize_tensor
-from anymamba.quantization.quantize import quantize_model, weight_format
+from anymamba.quantization.quantize import QuantizedEmbedding, QuantizedLinear, quantize_model, weight_format
 from tests.models.cases import FAMILIES, small_lm
 from tests.support import FLOOR, assert_near
 

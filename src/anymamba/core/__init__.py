@@ -2,14 +2,15 @@
 
 Reading order:
 
-- `operators.py` and `registry.py`: one operator per computation, and which implementation runs;
+- `operators.py` and `registry.py`: one operator per computation, which implementation runs, and whether anything
+  (a tracer, autograd, a hook) observes a call;
 - `checks.py`, `config_fields.py`: errors about tensors, and about names and values of config fields;
 - `dtypes.py`, `linear.py`, `recompute.py`: dtypes of computations, products with weights, backward passes that keep
   only their inputs;
 - `layout.py`, `context_parallel.py`: padded and packed batches, and sequences that several ranks share;
 - `cache_tree.py`, `cache_io.py`: caches as values, and their files;
 - `weight_formats.py`: formats of quantized weights;
-- `io.py`, `anomaly.py`, `hooks.py`, `process.py`: files, a guard against NaN, hooks of modules, process settings.
+- `io.py`, `anomaly.py`, `process.py`: files, a guard against NaN, settings of the process.
 
 One call: a block calls `causal_conv(x, window, weight, ...)`. `check_annotated_shapes` compares the tensors with the
 annotations; the operator asks the registry for the first implementation that covers the inputs, and calls it directly,

@@ -59,13 +59,9 @@ _NO_LOCATION = nullcontext()
 def check_tensors_finite(
     where: str, names: Sequence[str], values: Iterable[Any], may_be_infinite: frozenset[str] = frozenset()
 ) -> None:
-    """Raise `FloatingPointError` unless all tensors among `values` are finite.
+    """Raise `FloatingPointError` unless all tensors among `values` are finite; other values are skipped.
 
-    Args:
-        where: Description of the values, for errors.
-        names: Name of each value.
-        values: Tensors, and other values, which are skipped.
-        may_be_infinite: Names of values that may hold infinities, but no NaN.
+    Those in `may_be_infinite` may hold infinities, but no NaN.
     """
     for name, x in zip(names, values, strict=True):
         if not isinstance(x, Tensor) or not x.is_floating_point():

@@ -17,17 +17,11 @@ from safetensors import SafetensorError, deserialize
 from torch import Tensor
 
 from anymamba.core.cache_tree import Tree
-from anymamba.core.io import atomic_write, parse_json, save_tensors
+from anymamba.core.io import DTYPE_NAMES, atomic_write, digest_rest, parse_json, save_tensors
 
 _VERSION = "1"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "BOOL": torch.bool,
-}
+_STATE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
+_DTYPES = {DTYPE_NAMES[dtype]: dtype for dtype in _STATE_DTYPES}
 _NO_CHECKSUM = "0" * 32
 _MAX_DIM = 2**31
 _Tree = TypeVar("_Tree", bound=Tree)
@@ -35,12 +29,7 @@ _Savable = TypeVar("_Savable", bound="SavableTree")
 
 
 class StateFile(NamedTuple):
-    """Content of a state file.
-
-    Attributes:
-        tensors: Tensors by their names.
-        metadata: Further entries that its writer recorded.
-    """
+    """Content of a state file: tensors by name, and the further entries that its writer recorded."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
@@ -49,17 +38,9 @@ class StateFile(NamedTuple):
 def write_state_file(
     path: str | os.PathLike[str], tree: Tree, metadata: dict[str, str], *, durable: bool = True
 ) -> None:
-    """Write a tree to a state file, which replaces an earlier one when it is complete.
+    """Write a tree and further entries to a state file, by `atomic_write`.
 
-    Args:
-        path: Name of the file.
-        tree: Tree to write; growing tensors are cut to the longest row.
-        metadata: Further entries to record.
-        durable: Whether the file survives a power cut from then on.
-
-    Raises:
-        OSError: The file cannot be written; an earlier one is unchanged.
-        ValueError: Values that a state cannot have.
+    Growing tensors are cut to the longest row. Raises `ValueError` for values that a state cannot have.
     """
     if problem := tree.describe_problem():
         raise ValueError(f"{path}: not written, because {problem}")
@@ -72,13 +53,7 @@ def write_state_file(
 def read_state_file(path: str | os.PathLike[str], kind: str, metadata: Sequence[str] = ()) -> StateFile:
     """Read a file that `write_state_file` wrote.
 
-    Args:
-        path: Name of the file.
-        kind: Kind of tree that it must hold.
-        metadata: Names of the further entries that it must have.
-
-    Raises:
-        ValueError: The file is missing, damaged, or of another kind.
+    Raises `ValueError` if it is missing or damaged, or holds another kind of tree or other `metadata` than these names.
     """
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file")
@@ -105,16 +80,10 @@ def read_state_file(path: str | os.PathLike[str], kind: str, metadata: Sequence[
 
 
 def restore_tree(path: str | os.PathLike[str], like: _Tree, tensors: dict[str, Tensor]) -> _Tree:
-    """Return the tensors of a file as a tree.
+    """Return the tensors of a file as a tree, or raise `ValueError` if they differ from the expected ones.
 
-    Args:
-        path: Name of the file, for errors.
-        like: Tree with the names, dtypes, devices and sizes that are expected, with any number of rows, and any length
-            of growing tensors.
-        tensors: Tensors by their names.
-
-    Raises:
-        ValueError: Tensors that differ from the expected ones.
+    `like` has the names, dtypes, devices and sizes that are expected, for any number of rows, and any length of growing
+    tensors.
     """
     expected = like.tensors()
     growing = like.growing_names()
@@ -187,11 +156,9 @@ def _sign(path: Path) -> None:
     with path.open("r+b") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
         file.seek(0)
-        digest = hashlib.blake2b(digest_size=16)
-        while block := file.read(2**20):
-            digest.update(block)
+        checksum = digest_rest(file)
         file.seek(_checksum_offset(header, _NO_CHECKSUM))
-        file.write(digest.hexdigest().encode())
+        file.write(checksum.encode())
 
 
 def _check_checksum(path: str | os.PathLike[str], content: bytes, header: bytes, checksum: str) -> None:

@@ -111,14 +111,9 @@ def check_dtype_and_device(where: str, name: str, x: Tensor, dtype: torch.dtype,
 
 
 def check_dtypes(where: str, first: str, x: Tensor, *, activations: dict[str, Any], states: dict[str, Any]) -> None:
-    """Raise unless the tensors are on the device of `x` and have its dtype, or the dtype of its states.
+    """Raise unless `x` (named `first`) holds floating-point numbers, and the others are on its device.
 
-    Args:
-        where: Name of the function that checks, for errors.
-        first: Name of `x`, which must hold floating-point numbers.
-        x: Tensor that the others are compared with.
-        activations: Tensors of the dtype of `x` by name; None is skipped.
-        states: Tensors of the dtype of states by name; None is skipped.
+    `activations` must have its dtype, and `states` that of its states; None is skipped.
     """
     if not x.dtype.is_floating_point:
         raise TypeError(f"{where}: {first} must have a floating-point dtype, got {x.dtype}")
@@ -188,10 +183,17 @@ def check_cu_seqlens(where: str, cu_seqlens: Any, batch: int, t: int, device: to
         raise ValueError(f"{where}: cu_seqlens must be strictly increasing, got {bounds}")
 
 
-def initial_state_or_zeros(
+def check_initial_state(
     where: str, state: Tensor | None, like: Tensor, shape: tuple[int, ...], cu_seqlens: Tensor | None
 ) -> Tensor:
-    """Return the initial states (z, *shape), one per row of `like` or packed sequence; zeros if there are none."""
+    """Check the time of `like` (b, t, ...), its boundaries, and the initial states of its rows or packed sequences.
+
+    Returns:
+        The states (z, *shape); zeros if there are none.
+    """
+    check_time_steps(where, like.shape[1])
+    if cu_seqlens is not None:
+        check_cu_seqlens(where, cu_seqlens, like.shape[0], like.shape[1], like.device)
     rows = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dtype = state_dtype(like.dtype)
     if state is None:

@@ -50,14 +50,9 @@ def check_known(name: str, known: Iterable[str], where: str, what: str = "field"
 
 
 def describe_unknown(name: str, known: Iterable[str], where: str, what: str = "field", otherwise: str = "") -> str:
-    """Return the error message for a name that does not exist.
+    """Return the error message for a name, of a kind of thing (`what`), that does not exist, after the text `where`.
 
-    Args:
-        name: The name.
-        known: Names that exist.
-        where: Text before the name.
-        what: Kind of thing that is named.
-        otherwise: End of the message if no name is similar; by default it lists the known names of the section.
+    `otherwise` is its end if no name is similar; by default it lists the known names of the section.
     """
     known = list(known)
     section = _split_section(name)[0]
@@ -77,14 +72,8 @@ def field_types(config: type[Any]) -> dict[str, Any]:
 def coerce_value(name: str, value: Any, annotation: Any, *, max_number: int | float | None = None) -> Any:
     """Return a value in the type of an annotation: an integer may stand for a float, and a list for a tuple.
 
-    Args:
-        name: Name of the field, for errors.
-        value: Value to check.
-        annotation: Type of the field; the first member of a union that matches decides.
-        max_number: Largest absolute value of numbers; infinities may stand in tuples, as in (0.0, inf).
-
-    Raises:
-        ValueError: A value of another type, or a number that is too large or NaN.
+    The first member of a union that matches decides. Raises `ValueError` for a value of another type, and for numbers
+    that are NaN or above `max_number` in absolute value; infinities may stand in tuples, as in (0.0, inf).
     """
     for option in _union_members(annotation):
         if (coerced := _match_type(value, option)) is not _NO_MATCH:

@@ -32,15 +32,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def parse_device(name: str, option: str) -> torch.device:
-    """Return the device of that name, if it is available.
-
-    Args:
-        name: Name of the device, such as "cuda:1".
-        option: Option or config key that named it, such as "--device", for the error.
-
-    Raises:
-        ValueError: The device is not available.
-    """
+    """Return the device of that name; raise `ValueError`, which names the `option`, if it is not available."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-# Names of the format for the dtypes that torch and the format share.
-_DTYPE_NAMES = {
+# The safetensors format's names of the dtypes that it shares with torch.
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -49,13 +49,8 @@ _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM, er
 def atomic_write(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[Path]:
     """Yield a temporary name next to `path`, which is renamed to it if the block succeeds, and removed if it fails.
 
-    Args:
-        path: Name of the file.
-        durable: Whether the file survives a power cut from then on. False saves time for a file in a directory that is
-            synced as a whole later.
-
-    Raises:
-        OSError: The file cannot be written; an earlier one is unchanged.
+    A `durable` file survives a power cut from then on. False saves time for a file in a directory that is synced as a
+    whole later. An earlier file is unchanged if an `OSError` is raised.
     """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
@@ -103,10 +98,8 @@ def fsync(path: Path) -> None:
 def run_lock(directory: Path) -> Iterator[None]:
     """Keep other processes out of a run's directory during the block; the system unlocks it when a process dies.
 
-    Without locks (Windows, some network file systems), or without a directory, no process is kept out.
-
-    Raises:
-        ValueError: Another process holds the lock.
+    Raises `ValueError` if another process holds the lock. Without locks (Windows, some network file systems), or
+    without a directory, no process is kept out.
     """
     with ExitStack() as stack:
         with suppress(ImportError, OSError):
@@ -125,17 +118,7 @@ def run_lock(directory: Path) -> Iterator[None]:
 def write_tensors(
     path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str], *, durable: bool = True
 ) -> None:
-    """Write a safetensors file, which replaces an earlier one when it is complete.
-
-    Args:
-        path: Name of the file.
-        tensors: Tensors by their names.
-        metadata: Further entries of the header.
-        durable: Whether the file survives a power cut from then on.
-
-    Raises:
-        OSError: The file cannot be written; an earlier one is unchanged.
-    """
+    """Write a safetensors file with `metadata` in its header, by `atomic_write`."""
     with atomic_write(path, durable=durable) as temporary:
         save_tensors(temporary, tensors, metadata)
 
@@ -143,21 +126,18 @@ def write_tensors(
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Write a safetensors file under this very name; the same tensors give the same bytes.
 
-    The library's own function would write under a further temporary name, which a killed process leaves behind.
-
-    Raises:
-        OSError: The file cannot be written.
-        TypeError: A tensor has a dtype that the format does not know.
+    The library's own function would write under a further temporary name, which a killed process leaves behind. Raises
+    `TypeError` for a dtype that the format does not have.
     """
     # 1) The header: wide dtypes first, so that every tensor is aligned, and padding to a multiple of 8 bytes.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
     for name, x in ordered:
-        if x.dtype not in _DTYPE_NAMES:
-            raise TypeError(f"{path}: {name} must have one of {', '.join(_DTYPE_NAMES.values())}, got {x.dtype}")
+        if x.dtype not in DTYPE_NAMES:
+            raise TypeError(f"{path}: {name} must have one of {', '.join(DTYPE_NAMES.values())}, got {x.dtype}")
         end = begin + x.numel() * x.element_size()
-        header[name] = {"dtype": _DTYPE_NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": DTYPE_NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -172,11 +152,8 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 def open_tensors(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Iterator[Any]:
     """Open a safetensors file, as `safetensors.safe_open`; on the CPU its tensors are views of the mapped file.
 
-    The header is checked against the size of the file. If the file is cut short later, reading a view ends the process
-    (`TensorFileReader` reads copies instead, and raises).
-
-    Raises:
-        ValueError: The file is missing, cut short, or of another format.
+    Raises `ValueError` if the file is missing, shorter than its header says, or of another format. If it is cut short
+    later, reading a view ends the process (`TensorFileReader` reads copies instead, and raises).
     """
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file")
@@ -185,16 +162,6 @@ def open_tensors(path: str | os.PathLike[str], device: torch.device | str = "cpu
             yield file
     except SafetensorError as error:
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
-
-
-def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return every tensor of a safetensors file, copied into memory.
-
-    Raises:
-        ValueError: The file is missing, cut short, or of another format.
-    """
-    with open_tensors(path) as file:
-        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
 
 
 def check_size(path: Path, size: int, expected: int) -> None:
@@ -206,7 +173,7 @@ def check_size(path: Path, size: int, expected: int) -> None:
 class TensorFileReader:
     """A safetensors file whose tensors are read on demand, as bytes, and never mapped.
 
-    A file that is cut short while it is in use raises an error, where a mapped one would end the process.
+    A file that is cut short while it is in use raises `ValueError`, where a mapped one would end the process.
 
     Attributes:
         path: Name of the file.
@@ -237,11 +204,7 @@ class TensorFileReader:
         check_size(self.path, os.fstat(self._file.fileno()).st_size, end)
 
     def read_into(self, raw: Tensor, name: str, begin: int = 0) -> None:
-        """Fill a tensor of bytes with those of the tensor `name`, from its byte `begin` on.
-
-        Raises:
-            ValueError: The file was cut short.
-        """
+        """Fill a tensor of bytes with those of the tensor `name`, from its byte `begin` on."""
         buffer: memoryview = raw.numpy().data
         filled = 0
         with self._lock:
@@ -255,11 +218,7 @@ class TensorFileReader:
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        ValueError: The file is not JSON, or not an object.
-    """
+    """Read a JSON object; raise `ValueError` if the file is not JSON, or holds something else."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -273,12 +232,8 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 def parse_json(text: str | bytes, where: object = "") -> Any:
     """Return the value of a JSON text.
 
-    Args:
-        text: The text.
-        where: Beginning of the error message, such as the name of a file.
-
-    Raises:
-        ValueError: Not JSON, nested too deeply, or a number with too many digits.
+    Raises `ValueError` with `where` (such as the name of a file) for text that is not JSON, is nested too deeply, or
+    has a number with too many digits.
     """
     begin = f"{where}: " if where else ""
     try:
@@ -301,13 +256,7 @@ def _is_nested_too_deeply(value: Any) -> bool:
 
 
 def write_json(path: str | os.PathLike[str], value: dict[str, Any], *, durable: bool = True) -> None:
-    """Write a JSON object, indented, which replaces an earlier file when it is complete.
-
-    Args:
-        path: Name of the file.
-        value: The object.
-        durable: Whether the file survives a power cut from then on.
-    """
+    """Write a JSON object, indented, by `atomic_write`."""
     with atomic_write(path, durable=durable) as temporary:
         temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
@@ -316,8 +265,13 @@ def digest_file(path: str | os.PathLike[str]) -> str:
     """Return a checksum of a file's bytes; "missing" if the file does not exist."""
     if not Path(path).is_file():
         return "missing"
-    digest = hashlib.blake2b(digest_size=16)
     with Path(path).open("rb") as file:
-        while block := file.read(_CHUNK_BYTES):
-            digest.update(block)
+        return digest_rest(file)
+
+
+def digest_rest(file: IO[bytes]) -> str:
+    """Return a checksum of the bytes of an open file from its position on."""
+    digest = hashlib.blake2b(digest_size=16)
+    while block := file.read(_CHUNK_BYTES):
+        digest.update(block)
     return digest.hexdigest()

@@ -39,17 +39,8 @@ def sequence_spans(t: int, cu_seqlens: Tensor | None) -> list[Span]:
 def cu_seqlens_from_seq_idx(where: str, seq_idx: Any, b: int, t: int, device: torch.device) -> Tensor:
     """Return the boundaries (z + 1,) of the sequences in rows (b, t), as if all rows were laid end to end.
 
-    Args:
-        where: Name of the function that checks, for errors.
-        seq_idx: Number of the sequence of every step, (b, t): a sequence ends where the number changes, and at the end
-            of a row.
-        b: Number of rows.
-        t: Number of steps.
-        device: Device of the inputs.
-
-    Raises:
-        TypeError: Not a tensor of integers.
-        ValueError: Another shape or device.
+    `seq_idx` (b, t) numbers the sequence of every step: a sequence ends where the number changes, and at the end of a
+    row.
     """
     if not isinstance(seq_idx, Tensor) or seq_idx.dtype not in (torch.int32, torch.int64):
         kind = seq_idx.dtype if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
@@ -146,19 +137,12 @@ def reverse_time(x: Tensor, order: Tensor | None) -> Tensor:
 
 
 class Padding(NamedTuple):
-    """The padding of a batch: which steps are real.
+    """The padding of a batch: which steps are real."""
 
-    Attributes:
-        lengths: Number of real steps of each row, (b,).
-        front: True for the first `lengths` steps of each row, (b, t).
-        order: Index of the source of the i-th step of the compacted row, (b, t); None if the padding is at the end.
-        is_compact: True if the caller has compacted the rows and will restore them, so that callees do neither.
-    """
-
-    lengths: Int[Tensor, " b"]
-    front: Bool[Tensor, "b t"]
-    order: Int[Tensor, "b t"] | None
-    is_compact: bool = False
+    lengths: Int[Tensor, " b"]  # real steps of each row
+    front: Bool[Tensor, "b t"]  # True for the first `lengths` steps of each row
+    order: Int[Tensor, "b t"] | None  # source of each step of the compacted row; None if the padding is at the end
+    is_compact: bool = False  # True if the caller has compacted the rows and will restore them: callees do neither
 
     @staticmethod
     def from_mask(where: str, mask: Tensor | Padding, b: int, t: int, device: torch.device) -> Padding:

@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anymamba.core.hooks import has_no_hooks
-from anymamba.core.operators import are_dense_tensors, is_tracing
+from anymamba.core.operators import are_dense_tensors, has_no_hooks, is_tracing
 from anymamba.core.registry import find_kernel, is_portable
 
 Library = Literal["torch", "onednn"]

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
 
 from anymamba.core import anomaly
 from anymamba.core.registry import Implementation, find_kernel, is_portable, missing_kernel
 
 _ORDINARY = (Tensor, nn.Parameter)
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
-
+GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+_ALL_GLOBAL_HOOKS = (*GLOBAL_HOOKS, torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks)
 
 OPERATORS: dict[str, Operator] = {}
 
@@ -108,12 +110,7 @@ class Operator:
         return outputs
 
     def choose(self, inputs: tuple[Any, ...]) -> Implementation:
-        """Return the implementation that computes these inputs.
-
-        Raises:
-            RuntimeError: A kernel was requested, and there is none.
-            ValueError: There is no such algorithm.
-        """
+        """Return the implementation that computes these inputs, or raise if there is no such kernel or algorithm."""
         algorithm = "fastest" if self._algorithm is None else inputs[self._algorithm]
         if algorithm in ("fastest", "fused"):
             if (kernel := find_kernel(self.name, *inputs)) is not None:
@@ -152,7 +149,7 @@ class Operator:
 
     def _fake_backward(self, *arguments: Any) -> Any:
         grads = tuple(
-            arguments[0].new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            arguments[0].new_empty(0) if x is None else allocate_like(x)[0]
             for x in arguments[self._outputs : self._outputs + self._differentiable]
         )
         return grads if self._differentiable > 1 else grads[0]
@@ -191,6 +188,11 @@ class Operator:
             raise NotImplementedError(
                 f"anymamba::{self.name} has no torch.func.grad; use torch.autograd.grad or backward(); {hint}"
             )
+
+
+def allocate_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return contiguous tensors of the same shapes, dtypes and devices, without values."""
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
 
 
 def gradients(
@@ -251,6 +253,19 @@ def are_dense_tensors(inputs: tuple[Any, ...]) -> bool:
         if type(x) not in _ORDINARY or x.is_neg():
             return False
     return True
+
+
+def has_no_hooks(module: nn.Module) -> bool:
+    """Return whether a call of the module runs its class's `forward` only: no hooks, no patched `forward`."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or any(_ALL_GLOBAL_HOOKS)
+        or "forward" in module.__dict__
+        or module._compiled_call_impl is not None
+    )
 
 
 def _are_ordinary(inputs: tuple[Any, ...]) -> bool:

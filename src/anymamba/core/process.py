@@ -71,11 +71,7 @@ def use_one_malloc_arena() -> bool:
 
     glibc gives each thread an arena of its own, which keeps the most that its thread ever allocated. A process with
     many threads then grows for a long time although it never needs more. Like `keep_freed_memory`, this is for programs
-    to call, before they start threads.
-
-    Returns:
-        True if the setting took effect; False with a C library other than glibc, or if the environment has settings
-        for malloc.
+    to call, before they start threads; it returns the same.
     """
     return _set_malloc_options(_ARENA_VARIABLES, {_M_ARENA_MAX: 1})
 

@@ -22,12 +22,9 @@ CACHE_BLOCK_NUMEL = 2**17
 
 
 def recompute_all(definition: Callable[..., Any], outputs: int, differentiable: int) -> Implementation:
-    """Return an implementation whose backward runs the whole definition again.
+    """Return an implementation whose backward runs the whole definition, plain torch code, again.
 
-    Args:
-        definition: Plain torch code, inputs -> outputs.
-        outputs: Number of outputs.
-        differentiable: Number of leading inputs that receive a gradient.
+    The definition has so many `outputs`, and its first `differentiable` inputs receive gradients.
     """
 
     def forward(*inputs: Any) -> Any:

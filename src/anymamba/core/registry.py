@@ -25,10 +25,6 @@ from typing import Any, NamedTuple
 _OFF = "switched off by ANYMAMBA_KERNELS=off"
 
 
-def _covers_all(*_: Any) -> str:
-    return ""
-
-
 class Implementation(NamedTuple):
     """One way to compute an operator.
 
@@ -41,7 +37,7 @@ class Implementation(NamedTuple):
 
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None = None
-    missing: Callable[..., str] = _covers_all
+    missing: Callable[..., str] = lambda *_: ""
 
 
 class _Registered(NamedTuple):
@@ -60,28 +56,18 @@ class _Switches:
 
 _IMPLEMENTATIONS: dict[tuple[str, str], list[_Registered]] = {}
 _LIBRARIES: dict[str, Callable[[], str]] = {}
-_REPORTED: set[tuple[str, str]] = set()
+_REPORTED: set[tuple[str, str]] = set()  # what the requested library does not cover: operators and reasons
 
 
 def register_library(name: str, describe: Callable[[], str]) -> None:
-    """Register a library of kernels.
-
-    Args:
-        name: Name for ANYMAMBA_KERNELS.
-        describe: Returns one line about its state on this machine: "built, using avx2", or "none: " and the reason.
-    """
+    """Register a library of kernels, and what tells its state in one line: "built, using avx2", or "none: why"."""
     _LIBRARIES[name] = describe
 
 
 def register(operator: str, device: str, implementation: Implementation, *, library: str) -> None:
-    """Register an implementation of an operator, after those that are registered for the same device type.
+    """Register an implementation for a device type, after earlier ones unless ANYMAMBA_KERNELS names its library.
 
-    Args:
-        operator: Name of the operator, or of a plain function that asks `find_kernel`.
-        device: Device type, such as "cpu".
-        implementation: The implementation.
-        library: Name of the registered library that it belongs to. A library's implementations come first if
-            ANYMAMBA_KERNELS names it.
+    `operator` may also be the name of a plain function that asks `find_kernel`.
     """
     entries = _IMPLEMENTATIONS.setdefault((operator, device), [])
     entries[:] = [entry for entry in entries if entry.library != library]
@@ -109,15 +95,15 @@ def reason_off() -> str:
 
 def find_kernel(operator: str, *inputs: Any) -> Implementation | None:
     """Return the registered implementation that covers a call; None if no kernel does."""
-    return _find(operator, inputs)[0]
+    return _find_kernel(operator, inputs)[0]
 
 
 def missing_kernel(operator: str, *inputs: Any) -> str:
     """Return why no kernel covers a call of an operator; empty if one does."""
-    return _find(operator, inputs)[1]
+    return _find_kernel(operator, inputs)[1]
 
 
-def _find(operator: str, inputs: tuple[Any, ...]) -> tuple[Implementation | None, str]:
+def _find_kernel(operator: str, inputs: tuple[Any, ...]) -> tuple[Implementation | None, str]:
     if _Switches.kernels_off:
         return None, "the kernels are switched off"
     return select_kernel(operator, *inputs)
@@ -135,20 +121,13 @@ def select_kernel(operator: str, *inputs: Any) -> tuple[Implementation | None, s
     device = inputs[0].device.type
     reasons = []
     for library, implementation in _IMPLEMENTATIONS.get((operator, device), ()):
-        reason = implementation.missing(*inputs)
-        if not reason:
+        if not (reason := implementation.missing(*inputs)):
             return implementation, ""
         reasons.append(reason)
-        if library == _Switches.requested:
-            report_unmet(operator, reason)
+        if library == _Switches.requested and (operator, reason) not in _REPORTED:
+            _REPORTED.add((operator, reason))
+            print(f"anymamba: ANYMAMBA_KERNELS={library}: {operator}: {reason}", file=sys.stderr)
     return None, "; ".join(reasons) or f"there is none for device {device}"
-
-
-def report_unmet(operator: str, reason: str) -> None:
-    """Print, once per operator and reason, that the requested library does not cover a call."""
-    if (operator, reason) not in _REPORTED:
-        _REPORTED.add((operator, reason))
-        print(f"anymamba: ANYMAMBA_KERNELS={_Switches.requested}: {operator}: {reason}", file=sys.stderr)
 
 
 @contextmanager

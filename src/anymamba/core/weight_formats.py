@@ -30,17 +30,11 @@ StorageLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class FormatSpec(NamedTuple):
-    """Storage of a format.
+    """Storage of a format."""
 
-    Attributes:
-        code_dtype: Dtype of the codes. Several formats may have the same.
-        group_size: Adjacent weights of a row that share a scale; 0 for a format without scales.
-        weights_per_code: Weights that one code holds. If there are several, a row's last group is padded.
-    """
-
-    code_dtype: torch.dtype
-    group_size: int = 0
-    weights_per_code: int = 1
+    code_dtype: torch.dtype  # several formats may have the same
+    group_size: int = 0  # adjacent weights of a row that share a scale; 0 for a format without scales
+    weights_per_code: int = 1  # if one code holds several, a row's last group is padded
 
 
 FORMAT_SPECS: dict[str, FormatSpec] = {
@@ -114,15 +108,7 @@ class QuantizedWeight(nn.Module):
     def __init__(
         self, format: WeightFormat, rows: int, width: int, *, dtype: torch.dtype, device: torch.device | str | None
     ) -> None:
-        """Allocate a weight (rows, width) without values.
-
-        Args:
-            format: Name of the weight's format.
-            rows: Rows of the weight.
-            width: Columns of the weight.
-            dtype: Dtype of the activations.
-            device: Device of the parameters.
-        """
+        """Allocate a weight (rows, width) without values, for activations of `dtype`."""
         super().__init__()
         self.format = format
         self._rows = rows

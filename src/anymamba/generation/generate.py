@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from anymamba.core.hooks import has_no_hooks
+from anymamba.core.operators import has_no_hooks
 from anymamba.generation.decoder import Decoder
 from anymamba.generation.prefill import SEGMENT_LEN, prefill
 from anymamba.generation.sampling import Sampling, check_integer, draw_uniform, sample_tokens, split_keys

@@ -14,9 +14,11 @@ One token through a block, `Mamba2.step(x, cache)` without gradients:
 
 1. `usable_step(block, (x, *cache), source)` asks `may_run`, then looks for the block's compiled step. The first time,
    it calls `Block.describe_step`, which adds phases (`linear`, `conv`, `mamba2`, …) to a `StepBuilder`.
-2. `compile_step` hands the `StepProgram` to the compiler that is registered for the device: `cpu/step_compiler.py`.
+2. `CompiledStep` hands the `StepProgram` to the compiler that is registered for the device: `cpu/step_compiler.py`.
 3. `CompiledStep.run` calls the executable, which makes one call to C++ for all phases. Larger batches than it takes are
    split into groups, so that a row has the same bits in a batch of any size.
+
+To add a phase, follow the recipe in `kernels/cpu/__init__.py`.
 
 To add a device: create `kernels/<device>/`, call `register_library` and `register` in its `__init__.py`, and import it
 here. An implementation that is not complete says so in its `missing`, and the next one runs.

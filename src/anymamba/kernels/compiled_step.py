@@ -7,6 +7,8 @@ A module that has a compiled step asks for it before it computes:
 
 A step is described and compiled when it is first needed, and again after anything that it was described from has
 changed: a submodule, its hooks, a parameter or its address, a number.
+
+To add a phase, follow the recipe in `kernels/cpu/__init__.py`.
 """
 
 from __future__ import annotations
@@ -22,9 +24,7 @@ from anymamba.core import anomaly
 from anymamba.core.dtypes import is_autocast
 from anymamba.core.operators import are_dense_tensors, is_tracing
 from anymamba.core.registry import are_kernels_off, select_kernel
-from anymamba.kernels.step import ModuleWatcher, NotCoveredError, StepBuilder, StepProgram
-
-COMPILE_STEP = "compile_step"  # the name by which a device registers its compiler, as an operator's implementation
+from anymamba.kernels.step import ModuleWatcher, NotCoveredError, StepBuilder
 
 StepResult = tuple[Tensor, list[Tensor]]
 
@@ -55,17 +55,9 @@ class Executable(Protocol):
 
 
 class StepSource(NamedTuple):
-    """What a step is compiled from.
+    """What a step is compiled from: a function that describes it, and fields of `StepProgram`."""
 
-    Attributes:
-        describe: Adds the phases to a builder, or rejects the module.
-        input_width: Channels of the input.
-        dtype: Dtype of the output, and of the activations that a cache holds.
-        input_dtype: Dtype of the input.
-        device: Device of the parameters.
-    """
-
-    describe: Callable[[StepBuilder], None]
+    describe: Callable[[StepBuilder], None]  # adds the phases to a builder, or rejects the module
     input_width: int
     dtype: torch.dtype
     input_dtype: torch.dtype
@@ -75,9 +67,7 @@ class StepSource(NamedTuple):
 class CompiledStep:
     """A step of a module, compiled for the device of its parameters.
 
-    Args:
-        module: The module. Only weakly referenced.
-        source: What to compile.
+    The module is only weakly referenced.
 
     Attributes:
         executable: The compiled step; None if it cannot be compiled.
@@ -96,9 +86,10 @@ class CompiledStep:
         except NotCoveredError as error:
             self.reason = str(error)
         else:
-            executable, reason = compile_step(builder.build())
-            self.executable = executable
-            self.reason = reason
+            program = builder.build()
+            # A device registers its compiler as the implementation of an operator of this name.
+            compiler, self.reason = select_kernel("compile_step", program)
+            self.executable = None if compiler is None else compiler.forward(program)
         self._watcher.take_snapshot()
         self.is_current = self._watcher.is_unchanged
 
@@ -130,12 +121,6 @@ def _run_in_groups(executable: Executable, x: Tensor, cache: Sequence[Tensor], i
     return torch.cat(outputs), after
 
 
-def compile_step(program: StepProgram) -> tuple[Executable | None, str]:
-    """Compile a program for its device; return None and the reason if there is no compiler that covers it."""
-    compiler, reason = select_kernel(COMPILE_STEP, program)
-    return (None, reason) if compiler is None else (compiler.forward(program), "")
-
-
 # Not attributes of the modules: a compiled step is neither copied nor saved with its module.
 _STEPS: WeakKeyDictionary[nn.Module, dict[str, CompiledStep]] = WeakKeyDictionary()
 
@@ -143,10 +128,7 @@ _STEPS: WeakKeyDictionary[nn.Module, dict[str, CompiledStep]] = WeakKeyDictionar
 def compiled_step(module: nn.Module, source: Callable[[], StepSource], part: str = "") -> CompiledStep:
     """Return the step of a module as it is now, which may be one that cannot be compiled.
 
-    Args:
-        module: The module.
-        source: Returns what to compile, if it must be compiled (again).
-        part: Tells several steps of one module apart.
+    `source` returns what to compile, if it must be compiled (again); `part` tells several steps of one module apart.
     """
     steps = _STEPS.get(module)
     if steps is None:
@@ -183,11 +165,8 @@ def usable_step(
 ) -> CompiledStep | None:
     """Return the step of a module if it may run on these tensors; None if the module's own code must run.
 
-    Args:
-        module: The module.
-        tensors: Input and cache; a step checks their shapes and dtypes when it runs.
-        source: Returns what to compile, if it must be compiled (again); without, only an existing step is returned.
-        part: Tells several steps of one module apart.
+    Input and cache are checked for their shapes and dtypes when the step runs. Without a `source`, as in
+    `compiled_step`, only an existing step is returned.
     """
     steps = _STEPS.get(module)
     step = None if steps is None else steps.get(part)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from anymamba.core.dtypes import state_dtype
-from anymamba.core.hooks import GLOBAL_HOOKS
+from anymamba.core.operators import GLOBAL_HOOKS
 from anymamba.core.weight_formats import QuantizedWeight, storage_layout
 
 OUTPUT = -1  # in place of a slot
@@ -46,42 +46,25 @@ class NotCoveredError(Exception):
 
 
 class Phase(NamedTuple):
-    """One computation of a step.
+    """One computation of a step."""
 
-    Attributes:
-        kind: Name of the computation, from the table at the top of this file.
-        fields: Slots, sizes, numbers and names of options; parameters as tensors, None for a parameter that is absent.
-    """
-
-    kind: str
-    fields: dict[str, Any]
+    kind: str  # from the table at the top of this file
+    fields: dict[str, Any]  # slots, sizes, numbers, names of options, and parameters as tensors, None for an absent one
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepProgram:
-    """A described step.
+    """A described step."""
 
-    Attributes:
-        phases: Phases, in the order in which they run.
-        cache: Shape without the batch, and dtype, of each tensor of the cache that the step reads and replaces.
-        width: Width of all slots together.
-        input_width: Channels of the input, which the first phase reads into slot 0.
-        output_width: Channels of the output.
-        dtype: Dtype of the output, and of the activations that a cache holds.
-        input_dtype: Dtype of the input.
-        device: Device of the parameters.
-        storages: Storages of the parameters. Held so that no parameter's memory is reused while the program lives.
-    """
-
-    phases: tuple[Phase, ...]
-    cache: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    width: int
-    input_width: int
+    phases: tuple[Phase, ...]  # in the order in which they run
+    cache: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of each tensor: shape without the batch, and dtype
+    width: int  # of all slots together
+    input_width: int  # channels that the first phase reads into slot 0
     output_width: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the output, and of the activations that a cache holds
     input_dtype: torch.dtype
-    device: torch.device
-    storages: tuple[Any, ...]
+    device: torch.device  # of the parameters
+    storages: tuple[Any, ...]  # of the parameters, whose memory must not be reused while the program lives
 
 
 class ModuleWatcher:
@@ -149,17 +132,10 @@ class ModuleWatcher:
 class StepBuilder:
     """Collects the phases of a step, its slots, its parameters, and the tensors of the cache.
 
-    Args:
-        watcher: Watches what the description depends on.
-        dtype: Dtype of the output, and of the activations that a cache holds.
-        input_width: Channels of the input, which is in slot 0.
-        input_dtype: Dtype of the input.
-        device: Device that all parameters must be on.
+    The watcher watches what the description depends on; the other arguments are those of `StepProgram`.
 
     Attributes:
-        dtype: As above, like `input_width`.
         acc_dtype: Dtype of slots and states: float32, or float64 for float64.
-        output_width: Channels of the output so far.
     """
 
     def __init__(

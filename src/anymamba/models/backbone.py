@@ -21,7 +21,7 @@ from anymamba.models.config import MambaLMConfig
 from anymamba.models.inputs import check_cache
 from anymamba.models.stack.residual_layer import ResidualLayer, RMSNorm
 from anymamba.models.stack.stack import Stack
-from anymamba.quantization.modules import QuantizedEmbedding
+from anymamba.quantization.quantize import QuantizedEmbedding
 from anymamba.scan import SsdPath
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from anymamba.core.dtypes import state_dtype
-from anymamba.core.hooks import has_no_hooks
 from anymamba.core.linear import apply_linear, linear
-from anymamba.core.operators import is_eager_no_grad
-from anymamba.quantization.modules import QuantizedLinear
+from anymamba.core.operators import has_no_hooks, is_eager_no_grad
+from anymamba.quantization.quantize import QuantizedLinear
 
 IGNORED_LABEL = -100
 _MAX_LOGITS = 2**24  # held at once: 64 MiB in float32

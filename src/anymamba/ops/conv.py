@@ -7,8 +7,6 @@ Letters: b batch, t time, v channels, w width of the convolution, z sequences.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -18,7 +16,7 @@ from anymamba.core.checks import check_annotated_shapes, check_dtypes, check_par
 from anymamba.core.context_parallel import SequencePart
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.layout import last_sequence_time
-from anymamba.core.operators import Operator
+from anymamba.core.operators import Operator, allocate_like
 from anymamba.core.recompute import recompute_all
 
 
@@ -125,19 +123,12 @@ def _packed(
     return out_1tv, new_window.transpose(1, 2).contiguous()
 
 
-def _fake(x: Tensor, window: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device),
-        torch.empty(window.shape, dtype=x.dtype, device=x.device),
-    )
-
-
 _operator = Operator(
     "causal_conv",
     inputs="Tensor x, Tensor window, Tensor weight, Tensor? bias, Tensor? lengths, Tensor? cu_seqlens",
     outputs="out, window",
     differentiable=4,
-    fake=_fake,
+    fake=lambda x, window, *_: allocate_like(x, window),
     definition=_definition,
     portable={"": recompute_all(_definition, outputs=2, differentiable=4)},
 )

@@ -81,19 +81,9 @@ def discretize(
     activations = {"a": a, "trapezoid_logit": trapezoid_logit, "rotation": rotation}
     check_dtypes("discretize", "dt", dt, activations=activations, states={})
     check_parameter("discretize", "dt_bias", dt_bias, dt)
+    bounds = map(float, (a_floor, *dt_limit, max_rotation))
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _operator(
-        dt,
-        a,
-        trapezoid_logit,
-        rotation,
-        dt_bias,
-        heavy_tail,
-        float(a_floor),
-        float(dt_limit[0]),
-        float(dt_limit[1]),
-        float(max_rotation),
-        quaternion,
-        lengths,
+        dt, a, trapezoid_logit, rotation, dt_bias, heavy_tail, *bounds, quaternion, lengths
     )
     return results
 
@@ -101,9 +91,7 @@ def discretize(
 def stationary_weight(dt: Tensor, rates: Tensor) -> Tensor:
     """Return Σ_k dt exp(k dt A) = dt / (1 - exp(dt A)), the weight over all steps of a token that repeats forever.
 
-    Args:
-        dt: Step sizes, at least 0.
-        rates: Decay rates A, below 0, in a shape that broadcasts with `dt`.
+    Step sizes are at least 0, and decay rates A below 0.
     """
     exponent = dt * rates
     underflowed = exponent == 0  # the limit there is -1/A

@@ -14,8 +14,6 @@ Without weights, and with one rank, it is the gate of SISO.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -23,7 +21,7 @@ from torch import Tensor
 
 from anymamba.core.checks import check_annotated_shapes, check_dtypes, check_parameter
 from anymamba.core.dtypes import state_dtype
-from anymamba.core.operators import Operator
+from anymamba.core.operators import Operator, allocate_like
 from anymamba.core.recompute import recompute_row_blocks
 
 
@@ -79,7 +77,7 @@ _norm_operator = Operator(
     inputs="Tensor x, Tensor? z, Tensor weight, int group_size, bool norm_before_gate, float eps",
     outputs="y",
     differentiable=3,
-    fake=lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    fake=lambda x, *_: allocate_like(x)[0],
     definition=_norm_definition,
     portable={"": recompute_row_blocks(_norm_definition, rows={0: 1, 1: 1}, result=1, parameters=range(2, 3))},
 )
@@ -116,16 +114,12 @@ def _gate_definition(y: Tensor, z: Tensor, gate: Tensor | None, out: Tensor | No
     return (gated if out is None else gated * out.to(acc_dtype).transpose(0, 1)).sum(-3).to(z.dtype)
 
 
-def _fake_gate(y: Tensor, z: Tensor, *_: Any) -> Tensor:
-    return torch.empty(z.shape, dtype=z.dtype, device=z.device)
-
-
 _gate_operator = Operator(
     "rank_gate",
     inputs="Tensor y, Tensor z, Tensor? gate, Tensor? out",
     outputs="o",
     differentiable=4,
-    fake=_fake_gate,
+    fake=lambda y, z, *_: allocate_like(z)[0],
     definition=_gate_definition,
     portable={"": recompute_row_blocks(_gate_definition, rows={0: 3, 1: 2}, result=2, parameters=range(2, 4))},
 )

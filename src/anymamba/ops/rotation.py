@@ -71,13 +71,7 @@ def quaternion_from_vector(vector: Float[Tensor, "*#batch 3"]) -> Quaternions:
 def cumulative_products(
     q: Float[Tensor, "b t *inner 4"], initial: Float[Tensor, "z *inner 4"], cu_seqlens: Int[Tensor, " z1"] | None
 ) -> Float[Tensor, "b t *inner 4"]:
-    """Return `Q_t = q_t Q_{t-1}`, the newest factor on the left, for unit quaternions, normalized to length 1.
-
-    Args:
-        q: Unit quaternions.
-        initial: Q_{-1} of each row or packed sequence.
-        cu_seqlens: Boundaries of packed sequences (batch 1).
-    """
+    """Return `Q_t = q_t Q_{t-1}`, the newest factor on the left, for unit quaternions, normalized to length 1."""
     products = [_multiply_cumulatively(q_bt, q_b) for q_bt, q_b in split_packed(q, initial, cu_seqlens)]
     return _normalize(torch.cat(products, dim=1))
 
@@ -92,8 +86,7 @@ def _multiply_cumulatively(q_bt: Tensor, initial_b: Tensor) -> Tensor:
     chunk_len = max(1, math.isqrt(t))
     num_chunks = -(-t // chunk_len)
     # 1) Pad with the identity to √t chunks of √t steps.
-    identity = torch.zeros(4, dtype=q_bt.dtype, device=q_bt.device)
-    identity[0] = 1
+    identity = _identity_quaternion(q_bt, q_bt.dtype)
     padded = torch.cat([q_bt, identity.expand(b, num_chunks * chunk_len - t, *inner)], dim=1)
     # 2) Multiply within all chunks at once, step by step.
     steps = list(padded.unflatten(1, (num_chunks, chunk_len)).unbind(2))
@@ -114,8 +107,17 @@ def identity_rotation(
     """Return angles of zero (rows, heads, num_rotations), or unit quaternions (rows, heads, num_rotations, 4)."""
     if kind != "quaternion":
         return like.new_zeros((rows, heads, num_rotations), dtype=dtype)
-    identity = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=dtype, device=like.device)
-    return identity.expand(rows, heads, num_rotations, 4)
+    return _identity_quaternion(like, dtype).expand(rows, heads, num_rotations, 4)
+
+
+def _identity_quaternion(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=dtype, device=like.device)
+
+
+def _step_quaternions(angular_rate: Tensor, dt: Tensor, num_rotations: int) -> Tensor:
+    """Return the rotation of each step about the axes of its heads, (..., h·j·3), (..., h) -> (..., h, j, 4)."""
+    vectors = angular_rate.unflatten(-1, (dt.shape[-1], num_rotations, 3)) * dt[..., None, None]
+    return quaternion_from_vector(vectors)
 
 
 def cumulative_rotation(
@@ -127,8 +129,7 @@ def cumulative_rotation(
 ) -> Float[Tensor, "b t h *angle"]:
     """Return the rotation after each token: angles in [0, 2π), or unit quaternions."""
     if kind == "quaternion":
-        vectors = angular_rate.unflatten(-1, (*initial.shape[1:3], 3)) * dt[..., None, None]
-        return cumulative_products(quaternion_from_vector(vectors), initial, cu_seqlens)
+        return cumulative_products(_step_quaternions(angular_rate, dt, initial.shape[2]), initial, cu_seqlens)
     # A long sum in float32 would lose the angle.
     acc_dtype = accumulation_dtype(dt.device)
     angles = dt.to(acc_dtype).unsqueeze(-1) * angular_rate.to(acc_dtype).unsqueeze(2)
@@ -144,16 +145,11 @@ def total_rotation(
 ) -> Float[Tensor, "b h *angle"]:
     """Return the rotation by all tokens together: unit quaternions, or sums of angles in the accumulation dtype.
 
-    Args:
-        kind: Which channels rotate together.
-        angular_rate: Rates per unit of `dt`.
-        dt: Step sizes.
-        like: Any rotation of the same shape.
+    `like` is any rotation of the same shape.
     """
     if kind == "quaternion":
-        vectors = angular_rate.unflatten(-1, (*like.shape[1:3], 3)) * dt[..., None, None]
         identity = identity_rotation(kind, angular_rate.shape[0], like.shape[1], like.shape[2], like, like.dtype)
-        return cumulative_products(quaternion_from_vector(vectors), identity, None)[:, -1]
+        return cumulative_products(_step_quaternions(angular_rate, dt, like.shape[2]), identity, None)[:, -1]
     acc_dtype = accumulation_dtype(dt.device)
     return torch.einsum("bth,bts->bhs", dt.to(acc_dtype), angular_rate.to(acc_dtype))
 
@@ -236,9 +232,7 @@ def stationary_key(
     unrotated_bh1 = ((gamma + beta) / (1 - alpha).clamp(min=eps)).unsqueeze(-1)
     k_sum_brhn = k * unrotated_bh1.unsqueeze(1)
     if kind == "quaternion":
-        vectors = angular_rate.unflatten(-1, (dt.shape[-1], num_rotations, 3)) * dt[..., None, None]
-        q_bhj4 = quaternion_from_vector(vectors)
-        identity = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=dt.dtype, device=dt.device)
+        q_bhj4, identity = _step_quaternions(angular_rate, dt, num_rotations), _identity_quaternion(dt, dt.dtype)
         gamma_bh11, beta_bh11, alpha_bh11 = (x[..., None, None] for x in (gamma, beta, alpha))
         denominator_bhj4 = identity - alpha_bh11 * q_bhj4
         inverse_bhj4 = conjugate(denominator_bhj4) / denominator_bhj4.square().sum(-1, keepdim=True).clamp(min=eps)

@@ -1,6 +1,7 @@
 """Operations on quantized weights (formats: `anymamba.core.weight_formats`): quantize, dequantize, and the product.
 
-Decoding a token reads every weight once, so weights of half the bytes are read in half the time.
+Decoding a token reads every weight once, so weights of half the bytes are read in half the time. Quantizing maps a
+weight to codes and scales and, where several codes share a byte (`int4`), packs them.
 
 Letters: m rows of activations, o outputs, i inputs, g groups of inputs, s inputs of a group, y codes of a row.
 """
@@ -8,7 +9,7 @@ Letters: m rows of activations, o outputs, i inputs, g groups of inputs, s input
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -62,15 +63,7 @@ def quantize_rows(
 ) -> QuantizedTensor:
     """Quantize a weight (out, width) that arrives some rows at a time, so that it is never in memory as a whole.
 
-    Args:
-        chunks: Rows of the weight in their order. Each chunk is finished before the next is requested.
-        out: Rows of the weight.
-        width: Columns of the weight.
-        format: Format to store the weight in.
-        device: Device of the result.
-
-    Raises:
-        ValueError: Unknown format, or values that it cannot hold: infinite, NaN, or beyond float16.
+    Each chunk of rows is finished before the next is requested. Raises `ValueError` as `quantize_tensor` does.
     """
     check_format("quantize", format)
     stored = {
@@ -93,7 +86,7 @@ def quantize_rows(
 
 def dequantize_tensor(weight: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Float[Tensor, "o i"]:
     """Return a weight (o, i) as plain numbers."""
-    return _dequantize(*weight, dtype)
+    return _dequantize(dtype, *weight)
 
 
 def quantized_linear(
@@ -115,12 +108,7 @@ def quantized_linear(
 
 
 class _Codec(NamedTuple):
-    """Arithmetic of a format.
-
-    Attributes:
-        encode: Maps some rows (o, i) and the format to codes (o, y) and scales (o, g), or None for the scales.
-        decode: Maps codes, scales, the format and a dtype to rows (o, i or more) of that dtype.
-    """
+    """Arithmetic of a format: rows (o, i) to codes (o, y) and scales (o, g), and back to rows (o, i or more)."""
 
     encode: Callable[[Tensor, str], tuple[Tensor, Tensor | None]]
     decode: Callable[[Tensor, Tensor | None, str, torch.dtype], Tensor]
@@ -212,38 +200,22 @@ def _round_to_integers(x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
     return torch.where(scale == 0, 0.0, x / scale).round_().clamp_(low, high)
 
 
-def _dequantize(codes_oy: Tensor, scales_og: Tensor | None, format: str, width: int, dtype: torch.dtype) -> Tensor:
+def _dequantize(dtype: torch.dtype, codes_oy: Tensor, scales_og: Tensor | None, format: str, width: int) -> Tensor:
     return _CODECS[format].decode(codes_oy, scales_og, format, dtype)[:, :width]
 
 
-def _definition(
-    x_mi: Tensor, bias_o: Tensor | None, codes_oy: Tensor, scales_og: Tensor | None, format: str, width: int
-) -> Tensor:
+def _definition(x_mi: Tensor, bias_o: Tensor | None, *stored: Any) -> Tensor:
     acc_dtype = state_dtype(x_mi.dtype)
-    weight_oi = _dequantize(codes_oy, scales_og, format, width, acc_dtype)
+    weight_oi = _dequantize(acc_dtype, *stored)
     return F.linear(x_mi.to(acc_dtype), weight_oi, None if bias_o is None else bias_o.to(acc_dtype)).to(x_mi.dtype)
 
 
-def _backward(
-    dy_mo: Tensor,
-    x_mi: Tensor,
-    bias_o: Tensor | None,
-    codes_oy: Tensor,
-    scales_og: Tensor | None,
-    format: str,
-    width: int,
-) -> tuple[Tensor, Tensor]:
+def _backward(dy_mo: Tensor, x_mi: Tensor, bias_o: Tensor | None, *stored: Any) -> tuple[Tensor, Tensor]:
     """Dequantize the weight again, so that nothing of its size is kept for the backward."""
     acc_dtype = state_dtype(x_mi.dtype)
     dy_mo = dy_mo.to(acc_dtype)
-    dx_mi = (dy_mo @ _dequantize(codes_oy, scales_og, format, width, acc_dtype)).to(x_mi.dtype).contiguous()
+    dx_mi = (dy_mo @ _dequantize(acc_dtype, *stored)).to(x_mi.dtype).contiguous()
     return dx_mi, dy_mo.new_empty(0) if bias_o is None else dy_mo.sum(0).to(bias_o.dtype)
-
-
-def _fake(
-    x_mi: Tensor, bias_o: Tensor | None, codes_oy: Tensor, scales_og: Tensor | None, format: str, width: int
-) -> Tensor:
-    return torch.empty((x_mi.shape[0], codes_oy.shape[0]), dtype=x_mi.dtype, device=x_mi.device)
 
 
 _operator = Operator(
@@ -251,7 +223,7 @@ _operator = Operator(
     inputs="Tensor x, Tensor? bias, Tensor codes, Tensor? scales, str format, int width",
     outputs="y",
     differentiable=2,
-    fake=_fake,
+    fake=lambda x, bias, codes, *_: x.new_empty((x.shape[0], codes.shape[0])),
     definition=_definition,
     portable={"": Implementation(_definition, _backward)},
 )

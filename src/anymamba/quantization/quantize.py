@@ -1,4 +1,4 @@
-"""Language models with quantized weights: the projections, the embedding and the head.
+"""Linear layers and embeddings with quantized weights, and language models whose projections, embedding and head are.
 
 Everything else stays as it is, in float32 or higher where blocks keep it so: convolutions, norms, A, D, biases, and
 Mamba-1's projection to step sizes, whose results go through an exponential.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from anymamba.core.weight_formats import FORMAT_SPECS, QuantizedWeight, WeightFormat, check_format
-from anymamba.quantization.modules import QuantizedEmbedding, QuantizedLinear
-from anymamba.quantization.ops import quantize_rows, rows_at_once
+from anymamba.core.weight_formats import FORMAT_SPECS, QuantizedTensor, QuantizedWeight, WeightFormat, check_format
+from anymamba.quantization.ops import dequantize_tensor, quantize_rows, quantized_linear, rows_at_once
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -23,6 +23,77 @@ METHOD = "anymamba"  # in the config of a checkpoint
 _FIELD = "quantization_config"
 _KNOWN_FIELDS = {"quant_method", "weights", "dtype"}
 _ACTIVATION_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class QuantizedLinear(QuantizedWeight):
+    """`y = x weightᵀ + bias`, summed in float32; the gradient reaches x and the bias, not the weight."""
+
+    HAS_COMPILED_FORWARD: ClassVar = True  # true for this class alone: kernels compute what its `forward` computes
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        format: WeightFormat,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Allocate weight and bias without values.
+
+        Args:
+            format: Format of the weight.
+            in_features: Channels of the input.
+            out_features: Channels of the output.
+            bias: Whether there is a bias.
+            dtype: Dtype of the activations and of the bias.
+            device: Device of the parameters.
+        """
+        super().__init__(format, out_features, in_features, dtype=dtype, device=device)
+        self.in_features = in_features
+        self.out_features = out_features
+        values = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+        self.register_parameter("bias", None if values is None else nn.Parameter(values))
+
+    def forward(self, x: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch o"]:
+        """Map (..., in_features) to (..., out_features), in the dtype of x."""
+        return quantized_linear(x, self.stored, self.bias)
+
+
+class QuantizedEmbedding(QuantizedWeight):
+    """An embedding table, whose rows are dequantized when they are looked up."""
+
+    def __init__(
+        self,
+        format: WeightFormat,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Allocate the table without values.
+
+        Args:
+            format: Format of the table.
+            num_embeddings: Rows of the table.
+            embedding_dim: Columns of the table.
+            dtype: Dtype of the result.
+            device: Device of the table.
+        """
+        super().__init__(format, num_embeddings, embedding_dim, dtype=dtype, device=device)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+
+    def forward(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch d"]:
+        """Return the rows `ids`."""
+        flat = ids.flatten()
+        scales = None if self.scales is None else torch.embedding(self.scales, flat)
+        rows = QuantizedTensor(torch.embedding(self.weight, flat), scales, self.format, self._width)
+        return dequantize_tensor(rows).to(self.dtype).view(*ids.shape, self.embedding_dim)
 
 
 def weight_format(model: nn.Module) -> WeightFormat | None:
@@ -44,8 +115,7 @@ def quantizable_names(model: nn.Module) -> list[str]:
 def replace_linears(model: nn.Module, format: WeightFormat) -> None:
     """Replace the projections, the embedding and the head by quantized modules without values.
 
-    Raises:
-        ValueError: Unknown format, or a model that is quantized already.
+    Raises `ValueError` for an unknown format, and for a model that is quantized already.
     """
     check_format("MambaLM", format)
     if (present := weight_format(model)) is not None:
@@ -91,17 +161,9 @@ def quantize_model(model: _Model, format: WeightFormat) -> _Model:
 def quantize_weight(
     name: str, chunks: Iterable[Tensor], shape: Sequence[int], format: WeightFormat, device: torch.device | None
 ) -> dict[str, Tensor]:
-    """Return codes and scales of a weight by their names.
+    """Return codes and scales of a weight, whose rows come in chunks, by their names.
 
-    Args:
-        name: Name of the weight.
-        chunks: Rows of the weight, some at a time.
-        shape: Shape of the weight.
-        format: Format to store it in.
-        device: Device of the result.
-
-    Raises:
-        ValueError: Values that the format cannot hold; the message names the weight.
+    Raises `ValueError`, which names the weight, for values that the format cannot hold.
     """
     try:
         stored = quantize_rows(chunks, shape[0], shape[1], format, device)
@@ -116,13 +178,9 @@ def scales_name(weight: str) -> str:
 
 
 def parse_quantization_config(extra: dict[str, Any]) -> tuple[WeightFormat | None, str | None, dict[str, Any]]:
-    """Read the quantization of the weights from the extra fields of a config file.
+    """Return format of the weights and dtype of the activations, or None, and the other `extra` fields of a config.
 
-    Returns:
-        Format of the weights, dtype of the activations, and the other fields; None twice for plain weights.
-
-    Raises:
-        ValueError: Weights that were quantized by another library, or in an unknown format.
+    Raises `ValueError` for weights that were quantized by another library, or in an unknown format.
     """
     entry = extra.get(_FIELD)
     if entry is None:

@@ -36,16 +36,15 @@ from torch import Tensor
 
 from anymamba.core.checks import (
     check_annotated_shapes,
-    check_cu_seqlens,
     check_dtypes,
+    check_initial_state,
     check_nonpositive,
     check_parameter,
     check_time_steps,
-    initial_state_or_zeros,
 )
 from anymamba.core.dtypes import without_autocast
 from anymamba.core.layout import first_steps, last_steps, select_real, shift_later
-from anymamba.core.operators import Operator
+from anymamba.core.operators import Operator, allocate_like
 from anymamba.core.registry import Implementation
 from anymamba.ops.rotation import RotationKind, cumulative_rotation, rotate
 from anymamba.scan.chunking import decay_factor
@@ -92,25 +91,19 @@ def trapezoid_scan(
     """
     path, where = SsdPath.or_default(path), "trapezoid_scan"
     check_groups(where, v.shape[3], k.shape[3], v.shape[2])
-    check_time_steps(where, v.shape[1])
     activations = {"k": k, "q": q, "previous_v": previous_v, "previous_k": previous_k}
-    check_dtypes(
-        where, "v", v, activations=activations, states={"log_decay": log_decay, "gamma": gamma, "kappa": kappa}
-    )
+    states = {"log_decay": log_decay, "gamma": gamma, "kappa": kappa}
+    check_dtypes(where, "v", v, activations=activations, states=states)
     check_nonpositive(where, "log_decay", log_decay, " (a decay is at most 1)")
     if (previous_v is None) != (previous_k is None):
         raise ValueError(f"{where}: previous_v and previous_k must be given both or neither, got one")
-    if cu_seqlens is not None:
-        check_cu_seqlens(where, cu_seqlens, v.shape[0], v.shape[1], v.device)
-    state = initial_state_or_zeros(where, initial_state, v, (*v.shape[3:], k.shape[4]), cu_seqlens)
-    tokens = {"v": v, "k": k, "q": q, "log_decay": log_decay, "gamma": gamma, "kappa": kappa}
-    check_inputs_finite(where, **tokens, initial_state=state, previous_v=previous_v, previous_k=previous_k)
+    state = check_initial_state(where, initial_state, v, (*v.shape[3:], k.shape[4]), cu_seqlens)
+    check_inputs_finite(where, v=v, **activations, **states, initial_state=state)
     with without_autocast(v.device):
         if previous_v is not None and previous_k is not None:
             state = add_outer_products(state, previous_v, previous_k, first_steps(kappa, cu_seqlens))
-        return _run_pathway(
-            v, k, q, log_decay, gamma, kappa, state, cu_seqlens, path.chunk_len, path.algorithm, path.pathway
-        )
+        tokens = (v, k, q, log_decay, gamma, kappa)
+        return _run_pathway(tokens, state, cu_seqlens, path.chunk_len, path.algorithm, path.pathway)
 
 
 def add_outer_products(state: Tensor, v_zrhp: Tensor, k_zrgn: Tensor, weight_zh: Tensor) -> Tensor:
@@ -127,20 +120,15 @@ def add_outer_products(state: Tensor, v_zrhp: Tensor, k_zrgn: Tensor, weight_zh:
 
 
 def _run_pathway(
-    v: Tensor,
-    k: Tensor,
-    q: Tensor,
-    log_decay: Tensor,
-    gamma: Tensor,
-    kappa: Tensor,
+    tokens: tuple[Tensor, ...],
     state: Tensor,
     cu_seqlens: Tensor | None,
     chunk_len: int | None,
     algorithm: str,
     pathway: str,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `trapezoid_scan`, unchecked, from a state with its pending term."""
-
+    """Compute `trapezoid_scan`, unchecked, from a state with its pending term; `tokens` are its first six inputs."""
+    v, k, q, log_decay, gamma, kappa = tokens
     # Float16 lacks the range: weights may be large or small, and a state is read before its decay.
     q = q.to(log_decay.dtype if v.dtype == torch.float16 else v.dtype)
 
@@ -251,31 +239,11 @@ def rotated_trapezoid_scan(
     check_nonpositive(where, "log_decay", log_decay, " (a decay is at most 1)")
     check_inputs_finite(where, previous_k=previous_k, previous_x=previous_x, initial_state=initial_state, kappa=kappa)
     with without_autocast(x.device):
-        pending_state = add_outer_products(
-            initial_state, expand_ranks(previous_x, value_weight), previous_k, first_steps(kappa, cu_seqlens)
-        )
-        y, state, last_k, rotation = _operator(
-            x,
-            k,
-            q,
-            k_bias,
-            q_bias,
-            angular_rate,
-            dt,
-            log_decay,
-            gamma,
-            kappa,
-            D,
-            value_weight,
-            pending_state,
-            initial_rotation,
-            rotation_kind,
-            lengths,
-            cu_seqlens,
-            path.chunk_len,
-            path.algorithm,
-            path.pathway,
-        )
+        previous_v, first_kappa = expand_ranks(previous_x, value_weight), first_steps(kappa, cu_seqlens)
+        pending_state = add_outer_products(initial_state, previous_v, previous_k, first_kappa)
+        tensors = (x, k, q, k_bias, q_bias, angular_rate, dt, log_decay, gamma, kappa, D, value_weight)
+        options = (rotation_kind, lengths, cu_seqlens, path.chunk_len, path.algorithm, path.pathway)
+        y, state, last_k, rotation = _operator(*tensors, pending_state, initial_rotation, *options)
     # A row without tokens keeps what it had.
     return y, state, select_real(lengths, last_k, previous_k), select_real(lengths, rotation, initial_rotation)
 
@@ -286,63 +254,26 @@ def expand_ranks(x: Tensor, weight_hrp: Tensor | None) -> Tensor:
     return v if weight_hrp is None else v * weight_hrp.transpose(0, 1).to(v.dtype)
 
 
-def _definition(
-    x: Tensor,
-    k: Tensor,
-    q: Tensor,
-    k_bias: Tensor,
-    q_bias: Tensor,
-    angular_rate: Tensor,
-    dt: Tensor,
-    log_decay: Tensor,
-    gamma: Tensor,
-    kappa: Tensor,
-    skip: Tensor,
-    value_weight: Tensor | None,
-    pending_state: Tensor,
-    initial_rotation: Tensor,
-    rotation_kind: Any,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_len: int | None,
-    algorithm: str,
-    pathway: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _definition(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rotate keys and queries, and run the scan. The inputs are those of the operator, in its order."""
+    x, k, q, k_bias, q_bias, angular_rate, dt, log_decay, gamma, kappa, skip, value_weight, *others = inputs
+    pending_state, initial_rotation, rotation_kind, lengths, cu_seqlens, *path = others
     rotation = cumulative_rotation(rotation_kind, angular_rate, dt, initial_rotation, cu_seqlens)
     k_btrhn, q_btrhn = rotate(rotation_kind, k, k_bias, rotation), rotate(rotation_kind, q, q_bias, rotation)
     v_btrhp = expand_ranks(x, value_weight)
-    y, state = _run_pathway(
-        v_btrhp,
-        k_btrhn,
-        q_btrhn,
-        log_decay,
-        gamma,
-        kappa,
-        pending_state,
-        cu_seqlens,
-        chunk_len,
-        algorithm,
-        pathway,
-    )
+    tokens = (v_btrhp, k_btrhn, q_btrhn, log_decay, gamma, kappa)
+    y, state = _run_pathway(tokens, pending_state, cu_seqlens, *path)
     y = torch.addcmul(y, skip.to(y.dtype).unsqueeze(-1), v_btrhp)
     no_k = k_btrhn.new_zeros((initial_rotation.shape[0], *k_btrhn.shape[2:]))
+    last_k = last_steps(k_btrhn, cu_seqlens, lengths, no_k)
     # Padding takes no steps, so nothing rotates there.
-    last_k, last_rotation = (
-        last_steps(k_btrhn, cu_seqlens, lengths, no_k),
-        last_steps(rotation, cu_seqlens, None, initial_rotation),
-    )
-    return y, state, last_k, last_rotation
+    return y, state, last_k, last_steps(rotation, cu_seqlens, None, initial_rotation)
 
 
 def _fake(x: Tensor, k: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    state, rotation = inputs[10:12]
     (b, t, h, p), r, n = x.shape, k.shape[2], k.shape[4]
-    return (
-        x.new_empty((b, t, r, h, p)),
-        torch.empty(state.shape, dtype=state.dtype, device=x.device),
-        x.new_empty((state.shape[0], r, h, n)),
-        torch.empty(rotation.shape, dtype=rotation.dtype, device=x.device),
-    )
+    state, rotation = allocate_like(*inputs[10:12])
+    return x.new_empty((b, t, r, h, p)), state, x.new_empty((state.shape[0], r, h, n)), rotation
 
 
 _operator = Operator(

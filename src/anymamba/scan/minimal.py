@@ -8,26 +8,20 @@ Letters: b batch, c chunks, l, m steps of a chunk, r, j MIMO ranks, g groups, e 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from anymamba.core.dtypes import state_dtype
 from anymamba.scan.chunking import ChunkLayout, causal_decay, cumulative_decay, decay_factor, resolve_chunk_len
+from anymamba.scan.recurrent import ScanInputs
 
 
-def scan_minimal(
-    v: Float[Tensor, "b t r h p"],
-    k: Float[Tensor, "b t r g n"],
-    q: Float[Tensor, "b t r g n"],
-    log_decay: Float[Tensor, "b t h"],
-    initial_state: Float[Tensor, "z h p n"],
-    cu_seqlens: Int[Tensor, " z1"] | None,
-    chunk_len: int | None,
-    algorithm: str,
-) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "z h p n"]]:
-    """Compute the scan by segment sums (`anymamba.scan.scan` has the contract)."""
+def scan_minimal(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Compute the scan by segment sums, from `ScanInputs`."""
+    v, k, q, log_decay, initial_state, cu_seqlens, chunk_len, _ = ScanInputs(*inputs)
     dtype, g, e = state_dtype(v.dtype), k.shape[3], v.shape[3] // k.shape[3]
     layout = ChunkLayout(v.shape[1], resolve_chunk_len(v, k, chunk_len), cu_seqlens)
     v_bclrgep = layout.split(v.to(dtype)).unflatten(4, (g, e))

@@ -10,12 +10,27 @@ m the heads of a group and their width fused.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from anymamba.core.dtypes import state_dtype, without_autocast
 from anymamba.core.layout import sequence_spans
+
+
+class ScanInputs(NamedTuple):
+    """Inputs of every algorithm of the scan, in the order of its operator (contract: `anymamba.scan.scan`)."""
+
+    v: Tensor  # (b, t, r, h, p)
+    k: Tensor  # (b, t, r, g, n)
+    q: Tensor  # (b, t, r, g, n)
+    log_decay: Tensor  # (b, t, h)
+    initial_state: Tensor  # (z, h, p, n)
+    cu_seqlens: Tensor | None
+    chunk_len: int | None
+    algorithm: str
 
 
 def scan_step(
@@ -58,17 +73,9 @@ def _step(v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, state: Tensor) -> 
     return y.to(v.dtype), state_bgmn.reshape(b, h, p, n)
 
 
-def scan_recurrent(
-    v: Float[Tensor, "b t r h p"],
-    k: Float[Tensor, "b t r g n"],
-    q: Float[Tensor, "b t r g n"],
-    log_decay: Float[Tensor, "b t h"],
-    initial_state: Float[Tensor, "z h p n"],
-    cu_seqlens: Int[Tensor, " z1"] | None,
-    chunk_len: int | None,
-    algorithm: str,
-) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "z h p n"]]:
-    """Compute the scan by its definition (`anymamba.scan.scan` has the contract); there are no chunks."""
+def scan_recurrent(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Compute the scan by its definition, from `ScanInputs`; there are no chunks."""
+    v, k, q, log_decay, initial_state, cu_seqlens, _, _ = ScanInputs(*inputs)
     states, ys, finals = initial_state.to(state_dtype(v.dtype)), [], []
     for rows, start, stop in sequence_spans(v.shape[1], cu_seqlens):
         state = states[rows]

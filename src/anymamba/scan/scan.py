@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from anymamba.core import anomaly
 from anymamba.core.checks import (
     check_annotated_shapes,
-    check_cu_seqlens,
     check_dtypes,
+    check_initial_state,
     check_nonpositive,
-    check_time_steps,
-    initial_state_or_zeros,
 )
 from anymamba.core.dtypes import without_autocast
-from anymamba.core.operators import Operator, is_tracing
+from anymamba.core.operators import Operator, allocate_like, is_tracing
 from anymamba.core.registry import Implementation
 from anymamba.scan import serial_recalculated
 from anymamba.scan.minimal import scan_minimal
@@ -66,12 +63,9 @@ def scan(
     """
     path = SsdPath.or_default(path)
     check_groups("scan", v.shape[3], k.shape[3], v.shape[2])
-    check_time_steps("scan", v.shape[1])
     check_dtypes("scan", "v", v, activations={"k": k, "q": q}, states={"log_decay": log_decay})
     check_nonpositive("scan", "log_decay", log_decay, " (a decay is at most 1)")
-    if cu_seqlens is not None:
-        check_cu_seqlens("scan", cu_seqlens, v.shape[0], v.shape[1], v.device)
-    state = initial_state_or_zeros("scan", initial_state, v, (*v.shape[3:], k.shape[4]), cu_seqlens)
+    state = check_initial_state("scan", initial_state, v, (*v.shape[3:], k.shape[4]), cu_seqlens)
     with without_autocast(v.device):
         y, final_state = scan_operator(v, k, q, log_decay, state, cu_seqlens, path.chunk_len, path.algorithm)
     return y, final_state
@@ -92,28 +86,9 @@ def check_groups(where: str, heads: int, groups: int, ranks: int) -> None:
         raise ValueError(f"{where}: groups must divide heads, got g = {groups} and h = {heads}")
 
 
-def fake(v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, initial_state: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return y and the final state without their values."""
-    return (
-        torch.empty(v.shape, dtype=v.dtype, device=v.device),
-        torch.empty(initial_state.shape, dtype=initial_state.dtype, device=v.device),
-    )
-
-
 def fastest(v: Tensor, *_: Any) -> str:
     """Return the algorithm that "fastest" means without a kernel: a single step needs no chunks."""
     return "recurrent" if v.shape[1] == 1 else "serial_recalculated"
-
-
-def portable_algorithm(algorithm: str) -> str:
-    """Return the pure-PyTorch algorithm equivalent to `algorithm`.
-
-    Raises:
-        RuntimeError: `algorithm` is a compiled one.
-    """
-    if algorithm == "fused":
-        raise RuntimeError("SsdPath.fused(): there is no compiled kernel inside anymamba.portable()")
-    return {"fastest": "minimal", "serial_recalculated": "serial"}.get(algorithm, algorithm)
 
 
 _ALGORITHMS = {
@@ -125,7 +100,12 @@ _ALGORITHMS = {
 
 
 def _definition(*inputs: Any) -> tuple[Tensor, Tensor]:
-    y, final_state = _ALGORITHMS[portable_algorithm(inputs[-1])].forward(*inputs)
+    """Run the equivalent algorithm that autograd differentiates."""
+    algorithm = inputs[-1]
+    if algorithm == "fused":
+        raise RuntimeError("SsdPath.fused(): there is no compiled kernel inside anymamba.portable()")
+    name = {"fastest": "minimal", "serial_recalculated": "serial"}.get(algorithm, algorithm)
+    y, final_state = _ALGORITHMS[name].forward(*inputs)
     return y, final_state
 
 
@@ -135,7 +115,7 @@ scan_operator = Operator(
     "str algorithm",
     outputs="y, final_state",
     differentiable=5,
-    fake=fake,
+    fake=lambda v, k, q, log_decay, state, *_: allocate_like(v, state),
     definition=_definition,
     portable=_ALGORITHMS,
     fastest=fastest,

@@ -20,16 +20,14 @@ from torch import Tensor
 
 from anymamba.core.checks import (
     check_annotated_shapes,
-    check_cu_seqlens,
     check_dtypes,
+    check_initial_state,
     check_nonpositive,
     check_parameter,
-    check_time_steps,
-    initial_state_or_zeros,
 )
 from anymamba.core.dtypes import without_autocast
 from anymamba.core.layout import Span, sequence_spans, split_span
-from anymamba.core.operators import Operator
+from anymamba.core.operators import Operator, allocate_like
 from anymamba.core.recompute import CACHE_BLOCK_NUMEL
 from anymamba.core.registry import Implementation
 from anymamba.scan.chunking import decay_factor
@@ -83,13 +81,10 @@ def selective_scan(
             "selective_scan: path must be fastest, recurrent, serial_recalculated or fused: Mamba-1's scan is no "
             f"matrix product, got {path.algorithm!r}"
         )
-    check_time_steps("selective_scan", x.shape[1])
     check_dtypes("selective_scan", "x", x, activations={"B": B, "C": C, "z": z}, states={"dt": dt, "A": A})
     check_parameter("selective_scan", "D", D, x)
     check_nonpositive("selective_scan", "A", A)
-    if cu_seqlens is not None:
-        check_cu_seqlens("selective_scan", cu_seqlens, x.shape[0], x.shape[1], x.device)
-    state = initial_state_or_zeros("selective_scan", initial_state, x, tuple(A.shape), cu_seqlens)
+    state = check_initial_state("selective_scan", initial_state, x, tuple(A.shape), cu_seqlens)
     with without_autocast(x.device):
         y, final_state = _operator(x, dt, A, B, C, D, z, state, cu_seqlens, path.chunk_len, path.algorithm)
     return y, final_state
@@ -125,20 +120,25 @@ def _step(
     return y_bi.to(x.dtype), state
 
 
-def _recurrent(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    chunk_len: int | None,
-    algorithm: str,
-) -> tuple[Tensor, Tensor]:
+class _Inputs(NamedTuple):
+    """Inputs of every algorithm, in the order of the operator."""
+
+    x: Tensor
+    dt: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    d: Tensor | None
+    z: Tensor | None
+    initial_state: Tensor
+    cu_seqlens: Tensor | None
+    chunk_len: int | None
+    algorithm: str
+
+
+def _recurrent(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Compute the scan by its definition."""
+    x, dt, a, b, c, d, z, initial_state, cu_seqlens, _, _ = _Inputs(*inputs)
     ys, finals = [], []
     for rows, start, stop in sequence_spans(x.shape[1], cu_seqlens):
         state = initial_state[rows]
@@ -151,25 +151,15 @@ def _recurrent(
 
 
 class _Block(NamedTuple):
-    """A block of consecutive steps, in the dtype of the state.
+    """A block of consecutive steps, in the dtype of the state."""
 
-    Attributes:
-        raw: dt before its softplus, (b, l, i).
-        size: dt after its softplus, (b, l, i).
-        x: Inputs, (b, l, i).
-        a: Decays, (b, l, i, n).
-        b: Input projections, (b, l, n).
-        c: Output projections, (b, l, n).
-        h: States after each step, (b, l, i, n).
-    """
-
-    raw: Tensor
-    size: Tensor
-    x: Tensor
-    a: Tensor
-    b: Tensor
-    c: Tensor
-    h: Tensor
+    raw: Tensor  # dt before its softplus, (b, l, i)
+    size: Tensor  # dt after its softplus, (b, l, i)
+    x: Tensor  # (b, l, i)
+    a: Tensor  # decays, (b, l, i, n)
+    b: Tensor  # (b, l, n)
+    c: Tensor  # (b, l, n)
+    h: Tensor  # states after each step, (b, l, i, n)
 
     @staticmethod
     def of(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, state: Tensor, steps: slice) -> _Block:
@@ -195,24 +185,9 @@ def _blocks(x: Tensor, span: Span, n: int, chunk_len: int | None, min_len: int =
     return list(split_span(span, chunk_len or max(min_len, max_elements // max(1, x.shape[0] * x.shape[2] * n))))
 
 
-def _dense_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _forward(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    chunk_len: int | None,
-    algorithm: str,
-) -> tuple[Tensor, Tensor]:
-    y, final = _dense_like(x), torch.empty_like(initial_state)
+def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    x, dt, a, b, c, d, z, initial_state, cu_seqlens, chunk_len, _ = _Inputs(*inputs)
+    y, final = allocate_like(x, initial_state)
     for span in sequence_spans(x.shape[1], cu_seqlens):
         state = initial_state[span.rows]
         for steps in _blocks(x, span, a.shape[1], chunk_len):
@@ -223,30 +198,16 @@ def _forward(
     return y, final
 
 
-def _backward(
-    dy: Tensor,
-    dfinal: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    chunk_len: int | None,
-    algorithm: str,
-) -> tuple[Tensor, ...]:
+def _backward(dy: Tensor, dfinal: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     """Compute the gradients of the first eight inputs. Only one state per block is kept; the others are recomputed.
 
     With g_t the gradient of h_t: g_t = dy_t ⊗ C_t + exp(Δ_{t+1} A) g_{t+1}, and that of the exponent Δ_t A is
     g_t exp(Δ_t A) h_{t-1}.
     """
-    dx, ddt, db, dc = (_dense_like(part) for part in (x, dt, b, c))
-    dz = None if z is None else _dense_like(z)
-    da, dinitial = torch.zeros_like(a), torch.empty_like(initial_state)
-    dskip = a.new_zeros(a.shape[0])
+    x, dt, a, b, c, d, z, initial_state, cu_seqlens, chunk_len, _ = _Inputs(*inputs)
+    dx, ddt, db, dc, dinitial = allocate_like(x, dt, b, c, initial_state)
+    dz = None if z is None else allocate_like(z)[0]
+    da, dskip = torch.zeros_like(a), a.new_zeros(a.shape[0])
     for span in sequence_spans(x.shape[1], cu_seqlens):
         # 1) Recompute the states before the blocks. There are as many as a block has steps, so memory grows with √t.
         blocks = _blocks(x, span, a.shape[1], chunk_len, math.isqrt(span.stop - span.start))
@@ -278,20 +239,12 @@ def _backward(
             da += torch.einsum("blin,bli->in", dexponent, block.size)
             dsize = torch.addcmul((dexponent * a).sum(-1), block.x, through)
             ddt[:, steps] = dsize * torch.sigmoid(block.raw)
-            dx[:, steps] = (
-                block.size * through if d is None else torch.addcmul(block.size * through, d.to(a.dtype), grad)
-            )
+            through_state = block.size * through
+            dx[:, steps] = through_state if d is None else torch.addcmul(through_state, d.to(a.dtype), grad)
             dskip += (grad * block.x).sum((0, 1))
         dinitial[span.rows] = carry
     dd = dskip if d is None else dskip.to(d.dtype)
     return dx, ddt, da, db, dc, dd, x.new_empty(0) if dz is None else dz, dinitial
-
-
-def _fake(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    state = arguments[6]
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(
-        state.shape, dtype=state.dtype, device=x.device
-    )
 
 
 _ALGORITHMS = {"recurrent": Implementation(_recurrent), "serial_recalculated": Implementation(_forward, _backward)}
@@ -301,7 +254,7 @@ _operator = Operator(
     "Tensor? cu_seqlens, int? chunk_len, str algorithm",
     outputs="y, final_state",
     differentiable=8,
-    fake=_fake,
+    fake=lambda *inputs: allocate_like(inputs[0], inputs[7]),
     definition=_recurrent,
     portable=_ALGORITHMS,
     fastest=fastest,

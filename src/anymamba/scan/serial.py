@@ -14,12 +14,15 @@ m = (e p) the heads of a group and their width fused, h = (g e), p head width, n
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from anymamba.core.dtypes import state_dtype
 from anymamba.scan.chunking import ChunkLayout, causal_decay, cumulative_decay, decay_factor, resolve_chunk_len
+from anymamba.scan.recurrent import ScanInputs
 
 
 def fuse_ranks(x: Float[Tensor, "... l l"], rank: int) -> Float[Tensor, "... i i"]:
@@ -96,17 +99,9 @@ def chunk_outputs(
     return y_off_bcihp + y_diag_bchip.transpose(2, 3)
 
 
-def scan_serial(
-    v: Float[Tensor, "b t r h p"],
-    k: Float[Tensor, "b t r g n"],
-    q: Float[Tensor, "b t r g n"],
-    log_decay: Float[Tensor, "b t h"],
-    initial_state: Float[Tensor, "z h p n"],
-    cu_seqlens: Int[Tensor, " z1"] | None,
-    chunk_len: int | None,
-    algorithm: str,
-) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "z h p n"]]:
-    """Compute the scan by K1 to K5 (`anymamba.scan.scan` has the contract)."""
+def scan_serial(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Compute the scan by K1 to K5, from `ScanInputs`."""
+    v, k, q, log_decay, initial_state, cu_seqlens, chunk_len, _ = ScanInputs(*inputs)
     dtype, rank = state_dtype(v.dtype), v.shape[2]
     layout = ChunkLayout(v.shape[1], resolve_chunk_len(v, k, chunk_len), cu_seqlens)
     v_bcihp = layout.split(v.to(dtype)).flatten(2, 3)

@@ -21,7 +21,7 @@ m = (e p) the heads of a group and their width fused, h = (g e), p head width, n
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,9 @@ from torch import Tensor
 
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.layout import sequence_spans, split_span
+from anymamba.core.operators import allocate_like
 from anymamba.scan.chunking import cumulative_decay, decay_between, decay_factor, resolve_chunk_len
+from anymamba.scan.recurrent import ScanInputs
 from anymamba.scan.serial import fuse_ranks
 
 
@@ -181,18 +183,10 @@ def _sum_crossing(e_bhii: Tensor, rank: int) -> Tensor:
     return F.pad(sums_bhl, (1, 0))
 
 
-def forward(
-    v: Tensor,
-    k: Tensor,
-    q: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    chunk_len: int | None,
-    algorithm: str,
-) -> tuple[Tensor, Tensor]:
-    """Compute the scan (`anymamba.scan.scan` has the contract)."""
-    y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Compute the scan, from `ScanInputs`."""
+    v, k, q, log_decay, initial_state, cu_seqlens, chunk_len, _ = ScanInputs(*inputs)
+    (y,) = allocate_like(v)
     states, length = initial_state.clone(), resolve_chunk_len(v, k, chunk_len)
     for span in sequence_spans(v.shape[1], cu_seqlens):
         for time in split_span(span, length):
@@ -202,20 +196,10 @@ def forward(
     return y, states
 
 
-def backward(
-    dy: Tensor,
-    dfinal_state: Tensor,
-    v: Tensor,
-    k: Tensor,
-    q: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    chunk_len: int | None,
-    algorithm: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(dy: Tensor, dfinal_state: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of v, k, q, log_decay and initial_state."""
-    dv, dk, dq, da = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (v, k, q, log_decay))
+    v, k, q, log_decay, initial_state, cu_seqlens, chunk_len, _ = ScanInputs(*inputs)
+    dv, dk, dq, da = allocate_like(v, k, q, log_decay)
     dstates, length = dfinal_state.clone(), resolve_chunk_len(v, k, chunk_len)
     for span in sequence_spans(v.shape[1], cu_seqlens):
         # 1) Recompute the states that enter the chunks.

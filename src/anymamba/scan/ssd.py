@@ -11,17 +11,15 @@ from torch import Tensor
 from anymamba.core.checks import (
     can_read_values,
     check_annotated_shapes,
-    check_cu_seqlens,
     check_dtypes,
+    check_initial_state,
     check_nonpositive,
     check_parameter,
     check_shape,
     check_tensor,
-    check_time_steps,
-    initial_state_or_zeros,
 )
 from anymamba.core.dtypes import without_autocast
-from anymamba.core.operators import Operator
+from anymamba.core.operators import Operator, allocate_like
 from anymamba.core.registry import Implementation
 from anymamba.scan.path import ALGORITHMS, SsdPath
 from anymamba.scan.scan import check_groups, check_inputs_finite, scan_operator
@@ -64,9 +62,8 @@ def ssd(
         RuntimeError: `path` requests a compiled kernel, and there is none.
     """
     path = SsdPath.or_default(path)
-    (b, t, h, p), (g, n) = x.shape, B.shape[2:]
+    (h, p), (g, n) = x.shape[2:], B.shape[2:]
     check_groups("ssd", h, g, 1)
-    check_time_steps("ssd", t)
     check_dtypes("ssd", "x", x, activations={"B": B, "C": C}, states={"dt": dt, "A": A})
     if D is not None:
         check_tensor("ssd", "D", D)
@@ -75,9 +72,7 @@ def ssd(
     if can_read_values(dt) and dt.numel() and (smallest := dt.detach().min().item()) < 0:
         raise ValueError(f"ssd: dt must not be negative, got down to {smallest:.6g}")
     check_nonpositive("ssd", "A", A)
-    if cu_seqlens is not None:
-        check_cu_seqlens("ssd", cu_seqlens, b, t, x.device)
-    state = initial_state_or_zeros("ssd", initial_state, x, (h, p, n), cu_seqlens)
+    state = check_initial_state("ssd", initial_state, x, (h, p, n), cu_seqlens)
     check_inputs_finite("ssd", x=x, dt=dt, A=A, B=B, C=C, D=D, initial_state=state)
     with without_autocast(x.device):
         y, final_state = _operator(x, dt, dt * A, B, C, D, state, cu_seqlens, path.chunk_len, path.algorithm)
@@ -85,30 +80,14 @@ def ssd(
 
 
 def _definition(
-    x: Tensor,
-    dt: Tensor,
-    log_decay: Tensor,
-    b_btgn: Tensor,
-    c_btgn: Tensor,
-    skip: Tensor | None,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    chunk_len: int | None,
-    algorithm: str,
+    x: Tensor, dt: Tensor, log_decay: Tensor, b_btgn: Tensor, c_btgn: Tensor, skip: Tensor | None, *scan_inputs: Any
 ) -> tuple[Tensor, Tensor]:
     v_btrhp = (x * dt.unsqueeze(-1)).to(x.dtype).unsqueeze(2)
-    k_btrgn, q_btrgn = b_btgn.unsqueeze(2), c_btgn.unsqueeze(2)
-    y_btrhp, final_state = scan_operator(
-        v_btrhp, k_btrgn, q_btrgn, log_decay, initial_state, cu_seqlens, chunk_len, algorithm
-    )
+    y_btrhp, final_state = scan_operator(v_btrhp, b_btgn.unsqueeze(2), c_btgn.unsqueeze(2), log_decay, *scan_inputs)
     y = y_btrhp.squeeze(2)
     if skip is not None:
         y = torch.addcmul(y, (skip if skip.ndim == 2 else skip.unsqueeze(-1)).to(x.dtype), x)
     return y, final_state
-
-
-def _fake(x: Tensor, dt: Tensor, log_decay: Tensor, b: Any, c: Any, skip: Any, state: Tensor, *_: Any) -> Any:
-    return tuple(torch.empty(like.shape, dtype=like.dtype, device=x.device) for like in (x, state))
 
 
 _operator = Operator(
@@ -117,7 +96,7 @@ _operator = Operator(
     "Tensor? cu_seqlens, int? chunk_len, str algorithm",
     outputs="y, final_state",
     differentiable=7,
-    fake=_fake,
+    fake=lambda x, dt, log_decay, b, c, skip, state, *_: allocate_like(x, state),
     definition=_definition,
     # The scan inside is a separate operator, which chooses among the algorithms.
     portable=dict.fromkeys(ALGORITHMS, Implementation(_definition)),

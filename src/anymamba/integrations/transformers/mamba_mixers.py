@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.core.dtypes import state_dtype
-from anymamba.core.hooks import has_no_hooks
 from anymamba.core.linear import apply_linear, linear
+from anymamba.core.operators import has_no_hooks
 from anymamba.integrations.transformers.architectures import LayerState, is_of_transformers
 from anymamba.integrations.transformers.mixer import AcceleratedMixer, apply_inner_norm, describe_norm, eps_of
 from anymamba.integrations.transformers.packing import Layout

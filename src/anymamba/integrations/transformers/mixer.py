@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from anymamba.core.dtypes import is_autocast, state_dtype
-from anymamba.core.hooks import has_no_hooks
 from anymamba.core.linear import apply_linear
+from anymamba.core.operators import has_no_hooks
 from anymamba.integrations.transformers.architectures import (
     Architecture,
     LayerState,

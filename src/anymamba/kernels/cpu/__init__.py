@@ -27,8 +27,8 @@ To add a kind of phase to decode steps:
 2. `schema.py`: describe its fields in a `Structure` of `_PHASES`, and enter the kind in `PHASE_KINDS`. A field that is
    the name of an option, such as `rotation` or `format`, becomes a number in `_structure` of `step_compiler.py`.
 3. `csrc/decode/step_name.h`: overload `phase_scratch<T>(const NamePhase&, batch)` and
-   `run_phase(Kind<kName>, context, phase)`, and include the header in `decode.h`; the switch follows from
-   `PHASE_KINDS`.
+   `run_phase(Kind<kName>, context, phase)`, and include the header in `decode.h` (`step_conv.h` comes in through
+   `step_linear.h`); the switch follows from `PHASE_KINDS`.
 4. Call `builder.phase("name", ...)` in the module's `describe_step` or `describe_core`, and compare with the module's
    own code in `tests/kernels/test_compiled_step.py`.
 """

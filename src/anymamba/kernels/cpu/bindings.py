@@ -34,21 +34,13 @@ WEIGHT_FORMATS = {"bfloat16": 2, "float16": 3, "int8": 4, "int4": 5}  # DType ag
 
 
 class Library(NamedTuple):
-    """The loaded kernels, or why there are none.
+    """The loaded kernels, or why there are none."""
 
-    Attributes:
-        handle: The library; None if it was not loaded.
-        reason: Why it was not loaded; empty if it was.
-        isa: Vector instructions in use: baseline, avx2 or avx512 (`wide` in a build for tests).
-        is_mistake: Whether the reason is an invalid environment variable; then nothing is computed at all.
-        has_threads: Whether it was built with OpenMP; without, it runs on one thread.
-    """
-
-    handle: ctypes.CDLL | None
-    reason: str
-    isa: str = ""
-    is_mistake: bool = False
-    has_threads: bool = False
+    handle: ctypes.CDLL | None  # None if the library was not loaded
+    reason: str  # why it was not loaded; empty if it was
+    isa: str = ""  # vector instructions in use: baseline, avx2 or avx512 (`wide` in a build for tests)
+    is_mistake: bool = False  # whether the reason is an invalid environment variable; then nothing is computed at all
+    has_threads: bool = False  # whether it was built with OpenMP; without, it runs on one thread
 
 
 def _candidates() -> list[Path]:
@@ -104,12 +96,16 @@ def describe() -> str:
 def missing(dtype: torch.dtype) -> str:
     """Return why there is no kernel for activations of `dtype`; empty if there is one.
 
-    Raises:
-        ValueError: An environment variable has an invalid value.
+    Raises `ValueError` if an environment variable has an invalid value.
     """
     if LIBRARY.is_mistake:
         raise ValueError(LIBRARY.reason)
     return LIBRARY.reason or ("" if dtype in DTYPES else f"there is none for {dtype}")
+
+
+def missing_for(x: Tensor, *_: Any) -> str:
+    """Return why there is no kernel for inputs whose first is `x`; empty if there is one."""
+    return missing(x.dtype)
 
 
 class _Description(NamedTuple):
@@ -139,7 +135,7 @@ def call(
     sizes: dict[str, int] | None = None,
     **numbers: int | float,
 ) -> None:
-    """Call a kernel.
+    """Call a kernel, after checking what it reads (`fill`); raise `MemoryError` if its scratch memory is not available.
 
     Args:
         kernel: Name in `schema.FUNCTIONS`.
@@ -149,11 +145,6 @@ def call(
         bounds: Boundaries of packed sequences, from `checked_bounds`.
         sizes: Sizes that are known already, by letter.
         numbers: Fields that are numbers.
-
-    Raises:
-        ValueError: A tensor has another shape, is on another device, or has no memory.
-        TypeError: A tensor has another dtype.
-        MemoryError: The kernel could not allocate its scratch memory.
     """
     fields, size_names, structure = _DESCRIPTIONS[kernel]
     args, known = structure(), dict(sizes or {})
@@ -181,7 +172,10 @@ def function(name: str) -> Any:
 
 
 def fill(args: Any, field: schema.Field, x: Tensor, dtype: torch.dtype, sizes: dict[str, int]) -> Tensor:
-    """Check a tensor, put its address into its field, and return the tensor whose memory is used."""
+    """Check a tensor, put its address into its field, and return the tensor whose memory is used.
+
+    Raises `ValueError` for another shape or device, or without memory, and `TypeError` for another dtype.
+    """
     name, kind, axes, strides, _ = field
     shape = x.shape
     fits = len(shape) == len(axes) and x.is_cpu
@@ -232,11 +226,7 @@ def checked_lengths(lengths: Tensor | None, t: int) -> Tensor | None:
 
 
 def checked_bounds(cu_seqlens: Tensor | None, b: int, t: int) -> Tensor | None:
-    """Return `cu_seqlens` as the kernels read it.
-
-    Raises:
-        ValueError: They are not (0, ..., t) in increasing order, or there is more than one row.
-    """
+    """Return `cu_seqlens` as the kernels read it, if it is (0, ..., t) in increasing order for a single row."""
     if cu_seqlens is None:
         return None
     bounds = cu_seqlens.to("cpu", torch.int64).contiguous()

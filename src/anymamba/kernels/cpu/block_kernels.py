@@ -15,10 +15,6 @@ from anymamba.kernels.cpu import bindings
 from anymamba.kernels.cpu.bindings import call, checked_bounds, checked_lengths, empty, empty_like, zeros_like
 
 
-def _missing(x: Tensor, *_: Any) -> str:
-    return bindings.missing(x.dtype)
-
-
 class _Conv(NamedTuple):
     """Inputs of `causal_conv`."""
 
@@ -163,9 +159,9 @@ class _Discretize(NamedTuple):
     """Inputs of `discretize`."""
 
     dt: Tensor
-    a: Tensor
-    trap: Tensor
-    rotation: Tensor
+    a: Any  # a tensor; None, like the next two, where step sizes alone are computed
+    trap: Any
+    rotation: Any
     dt_bias: Tensor
     heavy_tail: bool
     a_floor: float
@@ -221,29 +217,25 @@ def _discretize_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(grads.values())
 
 
-def _run_steps(function: str, inputs: tuple[Any, ...], ddt: Tensor | None, results: dict[str, Tensor]) -> None:
-    dt, bias, low, high, lengths = inputs
-    arguments = {"dt_raw": dt.flatten(0, 1), "dt_bias": bias, "lengths": checked_lengths(lengths, dt.shape[1])}
-    arguments["ddt"] = None if ddt is None else ddt.flatten(0, 1)
-    sizes = {"b": dt.shape[0]}
-    call(function, dt.dtype, arguments, results, sizes=sizes, time=dt.shape[1], dt_min=low, dt_max=high)
+def _step_inputs(dt: Tensor, bias: Tensor, dt_min: float, dt_max: float, lengths: Tensor | None) -> _Discretize:
+    return _Discretize(dt, None, None, None, bias, False, 0.0, dt_min, dt_max, 0.0, False, lengths)
 
 
 def _steps_forward(*inputs: Any) -> Tensor:
-    dt: Tensor = inputs[0]
-    sizes = empty(dt.shape, state_dtype(dt.dtype))
-    if dt.numel():
-        _run_steps("discretize_forward", inputs, None, {"dt": sizes})
+    raw = _step_inputs(*inputs)
+    sizes = empty(raw.dt.shape, state_dtype(raw.dt.dtype))
+    if raw.dt.numel():
+        raw.run("discretize_forward", {}, {"dt": sizes})
     return sizes
 
 
 def _steps_backward(dsizes: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-    dt, bias = inputs[:2]
-    make = empty_like if dt.numel() else zeros_like
-    ddt, dbias = make(dt), make(empty(bias.shape, state_dtype(dt.dtype)))
-    if dt.numel():
-        _run_steps("discretize_backward", inputs, dsizes, {"ddt_raw": ddt, "ddt_bias": dbias})
-    return ddt, dbias.to(bias.dtype)
+    raw = _step_inputs(*inputs)
+    make = empty_like if raw.dt.numel() else zeros_like
+    ddt, dbias = make(raw.dt), make(empty(raw.dt_bias.shape, state_dtype(raw.dt.dtype)))
+    if raw.dt.numel():
+        raw.run("discretize_backward", {"ddt": dsizes}, {"ddt_raw": ddt, "ddt_bias": dbias})
+    return ddt, dbias.to(raw.dt_bias.dtype)
 
 
 class _Selective(NamedTuple):
@@ -293,10 +285,10 @@ def _selective_backward(dy: Tensor, dfinal_state: Tensor, *inputs: Any) -> tuple
 
 
 IMPLEMENTATIONS = {
-    "causal_conv": Implementation(_conv_forward, _conv_backward, _missing),
-    "rms_norm": Implementation(_norm_forward, _norm_backward, _missing),
-    "rank_gate": Implementation(_gate_forward, _gate_backward, _missing),
-    "step_sizes": Implementation(_steps_forward, _steps_backward, _missing),
-    "discretize": Implementation(_discretize_forward, _discretize_backward, _missing),
-    "selective_scan": Implementation(_selective_forward, _selective_backward, _missing),
+    "causal_conv": Implementation(_conv_forward, _conv_backward, bindings.missing_for),
+    "rms_norm": Implementation(_norm_forward, _norm_backward, bindings.missing_for),
+    "rank_gate": Implementation(_gate_forward, _gate_backward, bindings.missing_for),
+    "step_sizes": Implementation(_steps_forward, _steps_backward, bindings.missing_for),
+    "discretize": Implementation(_discretize_forward, _discretize_backward, bindings.missing_for),
+    "selective_scan": Implementation(_selective_forward, _selective_backward, bindings.missing_for),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +25,16 @@ def _missing_linear(x: Tensor, weight: Tensor, *_: Tensor | None) -> str:
     return missing(x.dtype) or ("" if weight.is_contiguous() else "there is none for a weight with gaps")
 
 
-def _linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out, width = weight.shape
-    y_mo = empty((x.numel() // width, out), torch.float32)
-    tensors: dict[str, Tensor | None] = {"codes": weight.detach(), "x": x.detach().reshape(-1, width)}
-    sizes, format = {"o": out, "i": width}, DTYPES[torch.float32]
+def _matmul(x_mi: Tensor, codes: Tensor, scales: Tensor | None, format: int) -> Tensor:
+    """Return a few rows times a weight, whose `format` is a number of the library."""
+    y_mo = empty((x_mi.shape[0], codes.shape[0]), torch.float32)
+    tensors, sizes = {"codes": codes, "scales": scales, "x": x_mi}, {"o": codes.shape[0], "i": x_mi.shape[1]}
     call("quantized_matmul", torch.float32, tensors, {"y": y_mo}, sizes=sizes, format=format)
+    return y_mo
+
+
+def _linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y_mo = _matmul(x.detach().reshape(-1, weight.shape[1]), weight.detach(), None, DTYPES[torch.float32])
     if bias is not None:
         y_mo += bias.detach()
     return unflatten_like(y_mo, x)
@@ -41,29 +46,23 @@ _MIN_ROWS_BFLOAT16 = 16
 _memory = threading.local()  # holds a panel: the system would first clear newly allocated memory
 
 
-def _missing_quantized(
-    x: Tensor, bias: Tensor | None, codes: Tensor | None, scales: Tensor | None, format: str, width: int
-) -> str:
+def _missing_quantized(x: Tensor, bias: Any, codes: Any, scales: Any, format: str, width: int) -> str:
     if format not in WEIGHT_FORMATS:
         return f"there is none for weights in {format}"
     return missing(x.dtype) or ("there is none for float64" if x.dtype == torch.float64 else "")
 
 
 @torch.autocast("cpu", enabled=False)  # sums are in float32
-def _quantized_forward(
-    x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | None, format: str, width: int
-) -> Tensor:
-    stored = QuantizedTensor(codes, scales, format, width)
+def _quantized_forward(x: Tensor, bias: Tensor | None, *weight: Any) -> Tensor:
+    stored = QuantizedTensor(*weight)
+    codes, scales, format, width = stored
     check_quantized("quantized_linear", stored)
     m, out = x.shape[0], codes.shape[0]
     if m >= _MIN_ROWS_BFLOAT16 and format == "bfloat16" and x.dtype == torch.bfloat16 and multiplies_bfloat16():
         return F.linear(x, codes, None if bias is None else bias.bfloat16())
     x_mi = x.float()
     if 1 <= m <= MAX_ROWS:
-        y = empty((m, out), torch.float32)
-        weight = {"codes": codes, "scales": scales, "x": x_mi}
-        sizes, number = {"o": out, "i": width}, WEIGHT_FORMATS[format]
-        call("quantized_matmul", torch.float32, weight, {"y": y}, sizes=sizes, format=number)
+        y = _matmul(x_mi, codes, scales, WEIGHT_FORMATS[format])
     elif out * width <= _PANEL_NUMEL:
         y = linear(x_mi, next(_panels(stored))[1])
     else:
@@ -76,11 +75,9 @@ def _quantized_forward(
 
 
 @torch.autocast("cpu", enabled=False)
-def _quantized_backward(
-    dy: Tensor, x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | None, format: str, width: int
-) -> tuple[Tensor, Tensor]:
-    dy_mo, stored = dy.float(), QuantizedTensor(codes, scales, format, width)
-    dx = torch.zeros((x.shape[0], width), dtype=torch.float32, device="cpu")
+def _quantized_backward(dy: Tensor, x: Tensor, bias: Tensor | None, *weight: Any) -> tuple[Tensor, Tensor]:
+    dy_mo, stored = dy.float(), QuantizedTensor(*weight)
+    dx = torch.zeros(x.shape, dtype=torch.float32, device="cpu")
     for start, panel in _panels(stored):
         dx += linear(dy_mo[:, start : start + len(panel)], panel.T)
     return dx.to(x.dtype), dy.new_empty(0) if bias is None else dy_mo.sum(0).to(bias.dtype)

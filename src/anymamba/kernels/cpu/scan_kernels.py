@@ -86,25 +86,14 @@ class _Scan(NamedTuple):
 _TENSORS = ("v", "k", "q", "log_decay", "scale", "initial_state")
 
 
-def _from_scan(
-    v: Tensor, k: Tensor, q: Tensor, a: Tensor, state: Tensor, cu_seqlens: Any, chunk_len: Any, _: Any
-) -> _Scan:
-    return _Scan(v, k, q, a, None, None, state, cu_seqlens, chunk_len)
+def _from_scan(*inputs: Any) -> _Scan:
+    v, k, q, log_decay, state, cu_seqlens, chunk_len, _ = inputs
+    return _Scan(v, k, q, log_decay, None, None, state, cu_seqlens, chunk_len)
 
 
-def _from_ssd(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Any,
-    state: Tensor,
-    cu_seqlens: Any,
-    chunk_len: Any,
-    _: Any,
-) -> _Scan:
-    return _Scan(x.unsqueeze(2), b.unsqueeze(2), c.unsqueeze(2), a, dt, d, state, cu_seqlens, chunk_len)
+def _from_ssd(*inputs: Any) -> _Scan:
+    x, dt, log_decay, b, c, d, state, cu_seqlens, chunk_len, _ = inputs
+    return _Scan(x.unsqueeze(2), b.unsqueeze(2), c.unsqueeze(2), log_decay, dt, d, state, cu_seqlens, chunk_len)
 
 
 def _scan_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -225,12 +214,8 @@ def _rotated_backward(
     return tuple(grads.get(f"d{name}", dy.new_empty(0)) for name in names.split())
 
 
-def _missing(x: Tensor, *_: Any) -> str:
-    return bindings.missing(x.dtype)
-
-
 IMPLEMENTATIONS = {
-    "scan": Implementation(_scan_forward, _scan_backward, _missing),
-    "ssd": Implementation(_ssd_forward, _ssd_backward, _missing),
-    "rotated_trapezoid_scan": Implementation(_rotated_forward, _rotated_backward, _missing),
+    "scan": Implementation(_scan_forward, _scan_backward, bindings.missing_for),
+    "ssd": Implementation(_ssd_forward, _ssd_backward, bindings.missing_for),
+    "rotated_trapezoid_scan": Implementation(_rotated_forward, _rotated_backward, bindings.missing_for),
 }

@@ -95,10 +95,7 @@ def results(names: str, note: str = "") -> list[Field]:
     return [Field(name, "result", note=note) for name in names.split()]
 
 
-_CALL = [
-    *numbers("dtype", "of the activations (DType)"),
-    *numbers("threads"),
-]
+_CALL = [*numbers("dtype", "of the activations (DType)"), *numbers("threads")]
 _PACKED = pointer("bounds", "const int64_t*", "packed: sequences + 1 numbers; else null, and sequences = batch")
 _LENGTHS = tensor("index", "lengths", "b", note="real steps of each row, null for all")
 
@@ -357,14 +354,7 @@ STEP = Structure(
         pointer("new_cache", "void* const*", "the same memory or other memory"),
     ),
 )
-_KERNELS = {
-    "scan": SCAN,
-    "conv": CONV,
-    "norm": NORM,
-    "discretize": DISCRETIZE,
-    "gate": GATE,
-    "selective": SELECTIVE,
-}
+_KERNELS = {"scan": SCAN, "conv": CONV, "norm": NORM, "discretize": DISCRETIZE, "gate": GATE, "selective": SELECTIVE}
 FUNCTIONS = {f"{name}_{way}": args for name, args in _KERNELS.items() for way in ("forward", "backward")}
 FUNCTIONS |= {"quantized_matmul": QUANTIZED_MATMUL, "dequantize": DEQUANTIZE, "decode_step": STEP}
 STRUCTURES = {s.name: s for s in (*_PARTS, *_PHASES, *FUNCTIONS.values())}

@@ -20,11 +20,7 @@ _KINDS = {kind: number for number, kind in enumerate(schema.PHASE_KINDS)}
 
 
 class CpuStep:
-    """A compiled step: a table of C structures, one per phase.
-
-    Args:
-        program: The described step. It is kept, because the structures hold addresses of its parameters.
-    """
+    """A compiled step: a table of C structures, one per phase, and the program, whose parameters they point to."""
 
     max_rows = MAX_ROWS
 
