@@ -16,7 +16,7 @@ from anymamba.core.registry import kernels_off
 from anymamba.kernels.compiled_step import CompiledStep, StepSource
 from anymamba.kernels.cpu import bindings
 from anymamba.kernels.cpu.step_compiler import MAX_ROWS, CpuStep
-from anymamba.kernels.step import OUTPUT
+from anymamba.kernels.step_description import OUTPUT
 from tests.blocks.families import OPTIONS, make_block, random_cache
 from tests.support import FLOOR, assert_near, in_another_process
 

@@ -19,7 +19,7 @@ from anymamba.core.dtypes import is_autocast, state_dtype
 from anymamba.core.layout import Padding
 from anymamba.core.operators import is_tracing
 from anymamba.kernels.compiled_step import StepSource, usable_step
-from anymamba.kernels.step import OUTPUT, StepBuilder
+from anymamba.kernels.step_description import OUTPUT, StepBuilder
 from anymamba.scan import SsdPath
 
 

@@ -39,7 +39,7 @@ from anymamba.scan import SsdPath, selective_scan
 from anymamba.scan.chunking import carry_state
 
 if TYPE_CHECKING:
-    from anymamba.kernels.step import StepBuilder
+    from anymamba.kernels.step_description import StepBuilder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from anymamba.scan import SsdPath, ssd
 from anymamba.scan.chunking import carry_state, compute_final_state
 
 if TYPE_CHECKING:
-    from anymamba.kernels.step import StepBuilder
+    from anymamba.kernels.step_description import StepBuilder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ from anymamba.scan import SsdPath, rotated_trapezoid_scan
 from anymamba.scan.chunking import carry_state
 
 if TYPE_CHECKING:
-    from anymamba.kernels.step import StepBuilder
+    from anymamba.kernels.step_description import StepBuilder
 
 _TOKEN_FIELDS = ("x", "k", "q", "angular_rate", "dt", "log_decay", "gamma", "kappa")  # inputs with one value per token
 

@@ -6,7 +6,7 @@ registers them (`core/registry.py`); nothing outside this package imports a devi
 
 Reading order:
 
-1. `step.py`: the device-neutral description of one decode step, which modules fill in.
+1. `step_description.py`: the device-neutral description of one decode step, which modules fill in.
 2. `compiled_step.py`: whether a compiled step may run, and the table of compiled steps.
 3. `cpu/`: the C++ kernels, and the compiler that turns a description into a table of C structures.
 

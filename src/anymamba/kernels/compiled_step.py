@@ -1,4 +1,4 @@
-"""When a compiled step runs: one question, and one table of the steps that were compiled.
+"""When a compiled step runs: one question, and one table of the compiled steps (`step_description.py` describes them).
 
 A module that has a compiled step asks for it before it computes:
 
@@ -24,7 +24,7 @@ from anymamba.core import anomaly
 from anymamba.core.dtypes import is_autocast
 from anymamba.core.operators import are_dense_tensors, is_tracing
 from anymamba.core.registry import are_kernels_off, select_kernel
-from anymamba.kernels.step import ModuleWatcher, NotCoveredError, StepBuilder
+from anymamba.kernels.step_description import ModuleWatcher, NotCoveredError, StepBuilder
 
 StepResult = tuple[Tensor, list[Tensor]]
 

@@ -25,7 +25,7 @@ from anymamba.quantization.quantize import QuantizedEmbedding
 from anymamba.scan import SsdPath
 
 if TYPE_CHECKING:
-    from anymamba.kernels.step import StepBuilder
+    from anymamba.kernels.step_description import StepBuilder
 
 HEAD, EMBEDDING = "lm_head.weight", "backbone.embedding.weight"
 # Parts of the head, each with its counterpart in the embedding; only quantized weights have scales.

@@ -21,7 +21,7 @@ from anymamba.core.context_parallel import SequencePart
 from anymamba.core.layout import Padding
 from anymamba.core.linear import apply_linear
 from anymamba.core.weight_formats import QuantizedWeight
-from anymamba.kernels.step import OUTPUT, StepBuilder
+from anymamba.kernels.step_description import OUTPUT, StepBuilder
 from anymamba.models.backbone import Backbone, after_loading, before_loading
 from anymamba.models.cache import HasFingerprint, LMCache
 from anymamba.models.config import MambaLMConfig, check_fields, warn_if_ambiguous

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from anymamba.core.linear import linear
 from anymamba.kernels.compiled_step import StepSource, usable_step
-from anymamba.kernels.step import OUTPUT, StepBuilder
+from anymamba.kernels.step_description import OUTPUT, StepBuilder
 
 # A smaller matrix stays in a cache of the processor, where torch is as fast.
 MIN_WEIGHT_NUMEL = 1 << 18

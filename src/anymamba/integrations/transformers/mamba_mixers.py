@@ -33,7 +33,7 @@ from anymamba.core.operators import has_no_hooks
 from anymamba.integrations.transformers.architectures import LayerState, is_of_transformers
 from anymamba.integrations.transformers.mixer import AcceleratedMixer, apply_inner_norm, describe_norm, eps_of
 from anymamba.integrations.transformers.packing import Layout
-from anymamba.kernels.step import StepBuilder
+from anymamba.kernels.step_description import StepBuilder
 from anymamba.ops.conv import causal_conv
 from anymamba.ops.discretization import step_sizes
 from anymamba.ops.norms_and_gates import rms_norm

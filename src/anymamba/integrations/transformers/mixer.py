@@ -30,7 +30,7 @@ from anymamba.integrations.transformers.architectures import (
 )
 from anymamba.integrations.transformers.packing import Layout, Packing, current_packing, layout_of, mask_of_new_tokens
 from anymamba.kernels.compiled_step import CompiledStep, StepSource, compiled_step, may_run
-from anymamba.kernels.step import OUTPUT, StepBuilder
+from anymamba.kernels.step_description import OUTPUT, StepBuilder
 from anymamba.ops.norms_and_gates import rms_norm
 
 NormKind = Literal["transformers", "official"]

@@ -23,7 +23,7 @@ from anymamba.integrations.transformers.architectures import (
 from anymamba.integrations.transformers.mixer import AcceleratedMixer, advance, describe_norm, eps_of
 from anymamba.integrations.transformers.packing import arguments_by_name, mask_of_new_tokens
 from anymamba.kernels.compiled_step import CompiledStep, StepSource, compiled_step, usable_step
-from anymamba.kernels.step import StepBuilder
+from anymamba.kernels.step_description import StepBuilder
 
 
 class AcceleratedStack(nn.Module):

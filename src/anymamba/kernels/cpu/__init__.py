@@ -23,7 +23,8 @@ To add a kernel for an operator `name`:
 
 To add a kind of phase to decode steps:
 
-1. `kernels/step.py`: add the kind and its fields to the table, and a method to `StepBuilder` if several modules use it.
+1. `kernels/step_description.py`: add the kind and its fields to the table, and a method to `StepBuilder` if several
+   modules use it.
 2. `schema.py`: describe its fields in a `Structure` of `_PHASES`, and enter the kind in `PHASE_KINDS`. A field that is
    the name of an option, such as `rotation` or `format`, becomes a number in `_structure` of `step_compiler.py`.
 3. `csrc/decode/step_name.h`: overload `phase_scratch<T>(const NamePhase&, batch)` and

@@ -12,7 +12,7 @@ from torch import Tensor
 from anymamba.core.registry import Implementation
 from anymamba.kernels.cpu import bindings, schema
 from anymamba.kernels.cpu.bindings import DTYPES, WEIGHT_FORMATS, empty
-from anymamba.kernels.step import Phase, StepProgram
+from anymamba.kernels.step_description import Phase, StepProgram
 
 MAX_ROWS = 64  # beyond, a matrix product is no longer bound by memory
 _CPU = torch.device("cpu")

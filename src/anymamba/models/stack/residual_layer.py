@@ -33,7 +33,7 @@ from anymamba.core.linear import apply_linear
 from anymamba.models.stack.stack_config import StackConfig
 
 if TYPE_CHECKING:
-    from anymamba.kernels.step import StepBuilder
+    from anymamba.kernels.step_description import StepBuilder
 
 EPS = 1e-5  # of the gates
 

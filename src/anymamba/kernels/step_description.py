@@ -273,17 +273,10 @@ class StepBuilder:
         add: bool = False,
         kind: type[nn.Linear] = nn.Linear,
     ) -> int:
-        """Apply the submodule `name`, a projection, to slot `x`; return the slot of the result.
+        """Apply a submodule, a projection from `width` to `out` channels, to slot `x`; return the slot of the result.
 
-        Args:
-            x: Slot of the input.
-            owner: Module that has the projection.
-            name: Name of the projection.
-            width: Channels of the input.
-            out: Channels of the result.
-            to: Slot of the result, or `OUTPUT`; a new slot by default.
-            add: Add to what is in slot `to`.
-            kind: Class that the projection must have, unless it is quantized.
+        The result replaces what is in slot `to` (a new one by default) or `OUTPUT`, or is added to it. The projection
+        must be a `kind`, unless it is quantized.
         """
         if isinstance(quantized := owner._modules.get(name), QuantizedWeight):
             fields = self._quantized_weight(owner, name, type(quantized), out, width)
@@ -333,15 +326,15 @@ class StepBuilder:
         group_size: int | None = None,
         norm_before_gate: bool | None = None,
     ) -> int:
-        """Apply an RMS norm, gated if `z` is given; return the slot of the result.
+        """Apply an RMS norm, gated if `z` is a slot; return the slot of the result, which may be `x`.
 
         Args:
             x: Slot of the input.
             norm: Module whose weight is used; None for a norm without weights.
             width: Channels.
             z: Slot of the gates; negative for none.
-            to: Slot of the result, which may be `x`; a new one by default.
-            eps: Number added to the mean square; the module's `eps` by default, like the next two for a gated norm.
+            to: Slot of the result; a new one by default.
+            eps: The module's by default, like the next two for a gated norm.
             group_size: Channels that are normalized together; without a gate, all by default.
             norm_before_gate: Whether the norm comes before the gate.
         """
