@@ -98,12 +98,7 @@ def install_finders() -> None:
 
 
 def renamed_attributes(module: str, new_names: dict[str, str]) -> Callable[[str], Any]:
-    """Return a module's `__getattr__` that names the successor of a public name that was removed.
-
-    Args:
-        module: Name of the module.
-        new_names: New name by former name.
-    """
+    """Return a module's `__getattr__` that names the successor, in `new_names`, of a public name that was removed."""
 
     def get_attribute(name: str) -> Any:
         if name in new_names:

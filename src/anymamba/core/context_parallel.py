@@ -30,12 +30,9 @@ class ContextParallelGroup:
     """
 
     def __init__(self, ranks: list[int], rank: int, group: Any = None) -> None:
-        """Describe the group.
+        """Describe the group of global `ranks`, in the order of the sequence's parts, from one `rank`, this process.
 
-        Args:
-            ranks: Global ranks in the order of the sequence's parts.
-            rank: Global rank of this process, one of `ranks`.
-            group: Process group of all `ranks`; None means the default group.
+        `group` is their process group; None means the default group.
         """
         self.cp_rank = ranks.index(rank)
         self.size = len(ranks)
@@ -130,9 +127,7 @@ class _ExchangeBoundary(torch.autograd.Function):
     def forward(
         ctx: Any, part: SequencePart, independent: bool, combine: Callable[..., Values], count: int, *values: Tensor
     ) -> Values:
-        first = values[:count]
-        last = values[count : 2 * count]
-        local = values[2 * count :]
+        first, last, local = values[:count], values[count : 2 * count], values[2 * count :]
         sending = None
         # 1) What does not depend on the previous rank is sent before anything is waited for.
         if part.continues_to_next and independent:

@@ -74,8 +74,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def matmul_library() -> Library:
     """Return the library that multiplies float32 matrices on this CPU.
 
-    Raises:
-        ValueError: ANYMAMBA_MATMUL names an unknown or missing library.
+    Raises `ValueError` if ANYMAMBA_MATMUL names an unknown or missing library.
     """
     has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     if _REQUESTED not in ("", *_NAMES):

@@ -64,8 +64,12 @@ def recompute_row_blocks(
         return torch.Size((*first.shape[: first.ndim - rows[0]], *like.shape[like.ndim - result :]))
 
     def blocks(flat_inputs: tuple[Any, ...]) -> Iterator[slice]:
+        """Yield blocks of rows for which the first input fits in a CPU's cache; on other devices, one block."""
         first = flat_inputs[0]
-        return _split_into_cache_blocks(first, first.shape[0], math.prod(first.shape[1:]))
+        count, width = first.shape[0], math.prod(first.shape[1:])
+        size = max(1, CACHE_BLOCK_NUMEL // max(1, width)) if first.device.type == "cpu" else max(1, count)
+        for start in range(0, count, size):
+            yield slice(start, min(start + size, count))
 
     def forward(*inputs: Any) -> Tensor:
         y = torch.empty(result_shape(inputs), dtype=inputs[0].dtype, device=inputs[0].device)
@@ -101,10 +105,3 @@ def recompute_row_blocks(
         )
 
     return Implementation(forward, backward)
-
-
-def _split_into_cache_blocks(x: Tensor, rows: int, width: int) -> Iterator[slice]:
-    """Yield blocks of `rows` of `width` elements each that fit in a CPU's cache; on other devices, one block."""
-    size = max(1, CACHE_BLOCK_NUMEL // max(1, width)) if x.device.type == "cpu" else max(1, rows)
-    for start in range(0, rows, size):
-        yield slice(start, min(start + size, rows))

@@ -115,16 +115,9 @@ def decay_factor(exponent: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def decay_between(lam: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the decay from every step to every later one, and 1 to every earlier one.
+    """Return the decay (..., l, l) from every step to every later one, and 1 to every earlier one.
 
-    `M[l, s] = exp(min(Lam_l - Lam_s, 0))`.
-
-    Args:
-        lam: Running sums from `cumulative_decay`, (..., l).
-        dtype: Dtype of the result.
-
-    Returns:
-        Decays, (..., l, l).
+    `M[l, s] = exp(min(Lam_l - Lam_s, 0))`, with `Lam` (..., l) from `cumulative_decay`.
     """
     difference = lam.unsqueeze(-1) - lam.unsqueeze(-2)
     return _exp_above_floor(difference.to(dtype).clamp_(_floor(dtype), 0.0))

@@ -70,11 +70,7 @@ class SsdPath:
 
     @staticmethod
     def or_default(path: SsdPath | None) -> SsdPath:
-        """Return `path`, or the default path if it is None.
-
-        Raises:
-            TypeError: `path` is not an `SsdPath`.
-        """
+        """Return `path`, or the default path if it is None; raise `TypeError` for anything else."""
         if path is not None and not isinstance(path, SsdPath):
             raise TypeError(f"path must be an SsdPath, such as SsdPath.minimal(), got {path!r}")
         return path or SsdPath()

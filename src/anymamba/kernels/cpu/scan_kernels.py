@@ -16,6 +16,7 @@ from anymamba.kernels.cpu.schema import ROTATIONS
 
 # Steps times ranks of a chunk: the fastest of 32, 48, 64, 96 at heads of 64 and a state of 128.
 CHUNK_ROWS = 64
+_TENSORS = ("v", "k", "q", "log_decay", "scale", "initial_state")
 
 
 class _Scan(NamedTuple):
@@ -47,16 +48,7 @@ class _Scan(NamedTuple):
         skip = self.skip
         if skip is not None:
             skip = (skip if skip.ndim == 2 else skip.unsqueeze(-1)).expand(h, p)
-        arguments = {
-            "v": self.v,
-            "k": self.k,
-            "q": self.q,
-            "log_decay": self.log_decay,
-            "scale": self.scale,
-            "skip": skip,
-            "initial_state": self.initial_state,
-            **tensors,
-        }
+        arguments = {**{name: getattr(self, name) for name in _TENSORS}, "skip": skip, **tensors}
         bounds = checked_bounds(self.cu_seqlens, b, t)
         sizes = {"z": b if bounds is None else bounds.shape[0] - 1}
         call(function, self.v.dtype, arguments, results, bounds=bounds, sizes=sizes, chunk_len=chunk_len, **numbers)
@@ -81,9 +73,6 @@ class _Scan(NamedTuple):
             dskip = grads["dskip"].sum(0)
             grads["dskip"] = (dskip if self.skip.ndim == 2 else dskip.sum(-1)).to(self.skip.dtype)
         return grads
-
-
-_TENSORS = ("v", "k", "q", "log_decay", "scale", "initial_state")
 
 
 def _from_scan(*inputs: Any) -> _Scan:
