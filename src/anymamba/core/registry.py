@@ -95,18 +95,12 @@ def reason_off() -> str:
 
 def find_kernel(operator: str, *inputs: Any) -> Implementation | None:
     """Return the registered implementation that covers a call; None if no kernel does."""
-    return _find_kernel(operator, inputs)[0]
+    return None if _Switches.kernels_off else select_kernel(operator, *inputs)[0]
 
 
 def missing_kernel(operator: str, *inputs: Any) -> str:
     """Return why no kernel covers a call of an operator; empty if one does."""
-    return _find_kernel(operator, inputs)[1]
-
-
-def _find_kernel(operator: str, inputs: tuple[Any, ...]) -> tuple[Implementation | None, str]:
-    if _Switches.kernels_off:
-        return None, "the kernels are switched off"
-    return select_kernel(operator, *inputs)
+    return "the kernels are switched off" if _Switches.kernels_off else select_kernel(operator, *inputs)[1]
 
 
 def select_kernel(operator: str, *inputs: Any) -> tuple[Implementation | None, str]:
