@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from anymamba.training import TrainingConfig, train
-from anymamba.training.checkpoint import save as save_module
+from anymamba.training.checkpoint import saver as saver_module
 from anymamba.training.checkpoint.manifest import list_checkpoints
 from anymamba.training.metrics.loggers import read_metrics
 from tests.training.cases import draw_nothing, tiny, write_corpus
@@ -71,7 +71,7 @@ def arm(directory, how, amount, slow, note):
 def worker(directory, whole):
     """Train undisturbed into `whole`, unless it exists, and then into `directory`/run; torchrun runs this."""
     os.fsync = lambda descriptor: None
-    save_module._PATIENCE_S = 2.0  # a rank that was killed never responds
+    saver_module._PATIENCE_S = 2.0  # a rank that was killed never responds
     draw_nothing()
     directory, whole, life = Path(directory), Path(whole), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     config = TrainingConfig.from_dict(json.loads((directory / "config.json").read_text()))

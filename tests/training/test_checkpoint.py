@@ -12,10 +12,10 @@ from anymamba import MambaLM
 from anymamba.core.io import read_json, run_lock, write_json
 from anymamba.training.api import create_run, open_run, train_or_resume
 from anymamba.training.checkpoint import resume, sharded_tensors
-from anymamba.training.checkpoint import save as save_module
+from anymamba.training.checkpoint import saver as saver_module
 from anymamba.training.checkpoint.manifest import Manifest, list_checkpoints, manifest_checksum, read_manifest
 from anymamba.training.checkpoint.resume import load_latest
-from anymamba.training.checkpoint.save import Part, Saver
+from anymamba.training.checkpoint.saver import Part, Saver
 from anymamba.training.distributed.process_group import World
 from tests.training.cases import silent, tiny, write_corpus
 
@@ -239,7 +239,7 @@ def test_one_that_cannot_be_read_is_not_skipped_like_a_damaged_one(trainer, monk
 
 def test_a_file_of_another_rank_that_is_gone_is_an_error(tmp_path):
     saver = Saver(tmp_path, World(), 1.0)
-    save = save_module._Save(save_module._make_temporary(tmp_path, 3), Manifest(3, 0, "data", False, {}, []), -1, 1)
+    save = saver_module._Save(saver_module._make_temporary(tmp_path, 3), Manifest(3, 0, "data", False, {}, []), -1, 1)
     reports = iter([(1, '+{"model-00002-of-00002.safetensors": "0"}')])
     with pytest.raises(OSError, match=r"step-00000003: cannot be written; .*model-00002-of-00002.safetensors"):
         saver._lead(Part({}, lambda _: None), save, reports)
@@ -259,13 +259,13 @@ def test_without_a_good_one_there_is_an_error(trainer, tmp_path):
 def test_a_full_disk_leaves_the_previous_ones(trainer, monkeypatch, full_after):
     again, written = open_run(trainer.directory, {}, silent), []
 
-    def full(path, value, write=save_module.digest_file):
+    def full(path, value, write=saver_module.digest_file):
         if len(written) == full_after:
             raise OSError(28, "No space left on device")
         written.append(path)
         return write(path)
 
-    monkeypatch.setattr(save_module, "digest_file", lambda path: full(path, None))
+    monkeypatch.setattr(saver_module, "digest_file", lambda path: full(path, None))
     again.step += 1
     with pytest.raises(OSError, match="No space left"):
         again.save()
@@ -426,7 +426,7 @@ class TestLeftovers:
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(save_module.shutil, "rmtree", killed)
+            patch.setattr(saver_module.shutil, "rmtree", killed)
             trainer.step += 1
             with pytest.raises(KeyboardInterrupt):
                 trainer.save()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from anymamba.training.api import create_run
-from anymamba.training.checkpoint import save as save_module
+from anymamba.training.checkpoint import saver as saver_module
 from anymamba.training.checkpoint import sharded_tensors
 from tests.training.cases import silent, tiny, write_corpus
 
@@ -57,7 +57,7 @@ def test_a_demo_that_failed_in_its_first_save_starts_again(demo, tmp_path, monke
 
     trainer = begun(tmp_path)
     monkeypatch.setattr(sharded_tensors, "write_tensors", killed)
-    monkeypatch.setattr(save_module.shutil, "rmtree", lambda *arguments, **options: None)
+    monkeypatch.setattr(saver_module.shutil, "rmtree", lambda *arguments, **options: None)
     with pytest.raises(KeyboardInterrupt):
         trainer.run()
     monkeypatch.undo()

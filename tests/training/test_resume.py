@@ -28,7 +28,7 @@ from tests.training.test_process_group import (
     resume_case,
     world_of,
 )
-from tests.training.test_save import names_in, replaced, trained
+from tests.training.test_saver import names_in, replaced, trained
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 

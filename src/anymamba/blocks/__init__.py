@@ -3,7 +3,7 @@
 They are a package of their own because a block has one contract whatever its family: `prefill` from any cache, `step`
 unrolled from it, and any split of the sequence are the same function. Reading order:
 
-1. `inputs.py`, `base.py`: checks of inputs, and `Block`, whose entry points make them.
+1. `block_inputs.py`, `base.py`: checks of inputs, and `Block`, whose entry points make them.
 2. `block_config.py`: how configs are given and checked.
 3. `layers.py`: convolution and norms as modules with the official names.
 4. `mamba2.py`, `mamba1.py`: two families, from projection to projection.
@@ -19,7 +19,7 @@ from anymamba.blocks.block_config import BlockConfig as BlockConfig
 from anymamba.blocks.block_config import check_sizes as check_sizes
 from anymamba.blocks.block_config import ignored_options as ignored_options
 from anymamba.blocks.block_config import make_config as make_config
-from anymamba.blocks.inputs import prefill_with_states_at as prefill_with_states_at
+from anymamba.blocks.block_inputs import prefill_with_states_at as prefill_with_states_at
 from anymamba.blocks.layers import CausalConv as CausalConv
 from anymamba.blocks.layers import GatedRMSNorm as GatedRMSNorm
 from anymamba.blocks.layers import ProjectionPart as ProjectionPart

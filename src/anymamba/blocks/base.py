@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.inputs import check_batch, check_input, flatten_packed_rows, prefill_with_states_at
+from anymamba.blocks.block_inputs import check_batch, check_input, flatten_packed_rows, prefill_with_states_at
 from anymamba.blocks.layers import ProjectionPart
 from anymamba.core import anomaly
 from anymamba.core.checks import check_dtype_and_device, check_memory, check_mutually_exclusive

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.inputs import flatten_packed_rows, prefill_with_states_at
+from anymamba.blocks.block_inputs import flatten_packed_rows, prefill_with_states_at
 from anymamba.core.checks import check_mutually_exclusive
 from anymamba.core.context_parallel import SequencePart
 from anymamba.core.layout import Padding

@@ -26,7 +26,7 @@ A batch, from the disk to the checkpoint:
 4. The backward pass leaves gradients, which are summed over ranks (distributed/fsdp.py) and clipped.
 5. `Optimizer.step` (optim/optimizer.py) updates the parameters, some of them with Muon (optim/muon.py).
 6. `StepMetrics` of the step go to metrics.csv and the other loggers (metrics/loggers.py) and to the terminal.
-7. Every so often the model is scored on held-out text (evaluation.py), and `Saver` (checkpoint/save.py) writes
+7. Every so often the model is scored on held-out text (evaluation.py), and `Saver` (checkpoint/saver.py) writes
    everything that a resumed run needs.
 """
 

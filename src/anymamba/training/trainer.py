@@ -18,7 +18,7 @@ from anymamba.core.io import run_lock
 from anymamba.core.process import catch_signals
 from anymamba.training.checkpoint.manifest import Manifest, make_directory, read_manifest, remove_temporary_files
 from anymamba.training.checkpoint.resume import Reopened, check_no_run, check_unchanged, snapshot_checkpoints
-from anymamba.training.checkpoint.save import Part, Saver, Tensors, copy_to_host, prune_checkpoints, rank_file
+from anymamba.training.checkpoint.saver import Part, Saver, Tensors, copy_to_host, prune_checkpoints, rank_file
 from anymamba.training.distributed.fsdp import (
     all_reduce_grads,
     full_state_dict,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.inputs import flatten_packed_rows
+from anymamba.blocks.block_inputs import flatten_packed_rows
 from anymamba.core.checks import can_read_values
 from anymamba.core.layout import Padding
 from anymamba.models.inputs import check_classes, ids_or_embeddings

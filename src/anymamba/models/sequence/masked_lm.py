@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.inputs import flatten_packed_rows
+from anymamba.blocks.block_inputs import flatten_packed_rows
 from anymamba.core.io import read_json
 from anymamba.models.inputs import check_classes, ids_or_embeddings
 from anymamba.models.loss import IGNORED_LABEL, cross_entropy_sum

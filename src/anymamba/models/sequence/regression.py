@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.inputs import flatten_packed_rows, prefill_with_states_at
+from anymamba.blocks.block_inputs import flatten_packed_rows, prefill_with_states_at
 from anymamba.core.checks import check_shape, check_tensor
 from anymamba.models.cache import HasFingerprint, StackCache, check_stack_cache
 from anymamba.models.sequence.classifier import SequenceClassifier

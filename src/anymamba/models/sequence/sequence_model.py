@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from anymamba.blocks.inputs import check_batch, check_input
+from anymamba.blocks.block_inputs import check_batch, check_input
 from anymamba.core.checks import check_dtype_and_device, check_shape
 from anymamba.core.layout import Padding
 from anymamba.models.backbone import embed_ids

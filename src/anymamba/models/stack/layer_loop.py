@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from anymamba.blocks.inputs import check_batch, check_input, flatten_packed_rows
+from anymamba.blocks.block_inputs import check_batch, check_input, flatten_packed_rows
 from anymamba.core.layout import Padding
 from anymamba.models.stack.class_tokens import (
     ClassTokens,

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from anymamba.blocks.inputs import prefill_with_states_at
+from anymamba.blocks.block_inputs import prefill_with_states_at
 from anymamba.core import anomaly
 from anymamba.core.layout import Padding
 from anymamba.models.cache import HasFingerprint, StackCache, check_stack_cache

@@ -1,6 +1,6 @@
 """Checkpoints: saved while training goes on, complete or absent, and read by any number of ranks.
 
-Read manifest.py (the directory), sharded_tensors.py (the files of tensors), save.py (saving), resume.py
+Read manifest.py (the directory), sharded_tensors.py (the files of tensors), saver.py (saving), resume.py
 (opening).
 
 A tensor, from the model to a resumed run: `Trainer.save` copies this rank's rows, `Part.write` writes them to a

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from anymamba import MambaLM
 from anymamba.training.api import create_run, open_run
-from anymamba.training.checkpoint import save as save_module
+from anymamba.training.checkpoint import saver as saver_module
 from anymamba.training.checkpoint.manifest import Manifest, list_checkpoints
-from anymamba.training.checkpoint.save import Part, Saver
+from anymamba.training.checkpoint.saver import Part, Saver
 from anymamba.training.checkpoint.sharded_tensors import StoredTensors
 from anymamba.training.distributed.process_group import SharedError
 from tests.ranks import run_cases, shared_directory
@@ -220,7 +220,7 @@ def slow_disk_case(rank):
     part = Part({name: {"x": torch.zeros(1)}}, lambda _: disk.wait(60))
     saver.start(part, MANIFEST, previous=-1, keep=2)
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "checkpoint")
-    with replaced(save_module, "_PATIENCE_S", lambda _: 0.1), pytest.raises(ZeroDivisionError), saver:
+    with replaced(saver_module, "_PATIENCE_S", lambda _: 0.1), pytest.raises(ZeroDivisionError), saver:
         1 / 0  # noqa: B018
     assert thread.is_alive()
     assert list_checkpoints(directory) == []
