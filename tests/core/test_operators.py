@@ -69,7 +69,7 @@ EXAMPLES = {
     "rotated_trapezoid_scan": lambda: [
         (*rotated_inputs(), "interleaved", LENGTHS, None, 2, "fastest", "single"),
         (*rotated_inputs(b=1, r=2), "halves", None, BOUNDS, None, "serial", "double"),
-        (*rotated_inputs(turns=12, start=unit_quaternions()), "quaternion", None, None, None, "fastest", "single"),
+        (*rotated_inputs(channels=12, start=unit_quaternions()), "quaternion", None, None, None, "fastest", "single"),
     ],
     "causal_conv": lambda: [
         (normal(2, 5, 4), normal(2, 4, 3), normal(4, 3), normal(4), LENGTHS, None),
