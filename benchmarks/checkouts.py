@@ -83,7 +83,7 @@ def _cases() -> dict[str, Callable[[], Callable[[], object]]]:
     def model_step() -> Callable[[], object]:
         model, ids = small_model(), torch.zeros(1, 8, dtype=torch.long)
         with torch.no_grad():
-            _, cache = model.prefill(ids)
+            cache = model(ids).cache
         return without_gradients(lambda: model.step(ids[:, 0], cache))
 
     def small_forward() -> Callable[[], object]:
