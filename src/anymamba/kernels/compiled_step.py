@@ -31,7 +31,7 @@ StepResult = tuple[Tensor, list[Tensor]]
 
 @runtime_checkable
 class Executable(Protocol):
-    """What a device's compiler makes of a `StepProgram`.
+    """A `StepProgram` as compiled for a device.
 
     Attributes:
         max_rows: The most rows that `run` takes.
@@ -55,7 +55,7 @@ class Executable(Protocol):
 
 
 class StepSource(NamedTuple):
-    """What a step is compiled from: a function that describes it, and fields of `StepProgram`."""
+    """Source of a compiled step: a function that describes it, and fields of `StepProgram`."""
 
     describe: Callable[[StepBuilder], None]  # adds the phases to a builder, or rejects the module
     input_width: int

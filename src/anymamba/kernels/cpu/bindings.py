@@ -29,7 +29,7 @@ from anymamba.kernels.cpu import schema
 
 _FILE_NAME = "libanymamba_cpu.dylib" if sys.platform == "darwin" else "libanymamba_cpu.so"
 _ISAS = ("baseline", "avx2", "avx512")
-DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # DType of csrc/dtypes.h
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # DType of csrc/simd/dtypes.h
 WEIGHT_FORMATS = {"bfloat16": 2, "float16": 3, "int8": 4, "int4": 5}  # DType again, by the name of the format
 
 
@@ -142,7 +142,7 @@ def call(
         dtype: Dtype of the activations.
         tensors: Tensors that it reads, by field name; None is left out.
         results: Contiguous tensors that it writes, by field name.
-        bounds: Boundaries of packed sequences, from `checked_bounds`.
+        bounds: Boundaries of packed sequences, from `read_bounds`.
         sizes: Sizes that are known already, by letter.
         numbers: Fields that are numbers.
     """
@@ -220,12 +220,12 @@ def zeros_like(x: Tensor) -> Tensor:
     return torch.zeros(x.shape, dtype=x.dtype, device=_CPU)
 
 
-def checked_lengths(lengths: Tensor | None, t: int) -> Tensor | None:
+def read_lengths(lengths: Tensor | None, t: int) -> Tensor | None:
     """Return how many steps of each row are real, as the kernels read it."""
     return None if lengths is None else lengths.to(torch.int64).clamp(0, t)
 
 
-def checked_bounds(cu_seqlens: Tensor | None, b: int, t: int) -> Tensor | None:
+def read_bounds(cu_seqlens: Tensor | None, b: int, t: int) -> Tensor | None:
     """Return `cu_seqlens` as the kernels read it, if it is (0, ..., t) in increasing order for a single row."""
     if cu_seqlens is None:
         return None

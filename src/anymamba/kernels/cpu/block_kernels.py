@@ -12,7 +12,7 @@ from torch import Tensor
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.registry import Implementation
 from anymamba.kernels.cpu import bindings
-from anymamba.kernels.cpu.bindings import call, checked_bounds, checked_lengths, empty, empty_like, zeros_like
+from anymamba.kernels.cpu.bindings import call, empty, empty_like, read_bounds, read_lengths, zeros_like
 
 
 class _Conv(NamedTuple):
@@ -28,8 +28,8 @@ class _Conv(NamedTuple):
     def run(self, function: str, tensors: dict[str, Tensor | None], results: dict[str, Tensor]) -> None:
         """Call a kernel with all of them, and `tensors`."""
         b, t, _ = self.x.shape
-        bounds = checked_bounds(self.cu_seqlens, b, t)
-        arguments = {**self._asdict(), "lengths": checked_lengths(self.lengths, t), **tensors}
+        bounds = read_bounds(self.cu_seqlens, b, t)
+        arguments = {**self._asdict(), "lengths": read_lengths(self.lengths, t), **tensors}
         sizes = {"z": b if bounds is None else bounds.shape[0] - 1}
         call(function, self.x.dtype, arguments, results, bounds=bounds, sizes=sizes)
 
@@ -177,7 +177,7 @@ class _Discretize(NamedTuple):
             raise ValueError(f"quaternion rotations are three numbers each, got {self.rotation.shape[-1]} in all")
         raw = {"dt_raw": self.dt, "a_raw": self.a, "trap_raw": self.trap, "rotation_raw": self.rotation, **tensors}
         arguments = {name: None if x is None else x.flatten(0, 1) for name, x in raw.items()}
-        arguments |= {"dt_bias": self.dt_bias, "lengths": checked_lengths(self.lengths, self.dt.shape[1])}
+        arguments |= {"dt_bias": self.dt_bias, "lengths": read_lengths(self.lengths, self.dt.shape[1])}
         call(
             function,
             self.dt.dtype,
@@ -256,7 +256,7 @@ class _Selective(NamedTuple):
     def run(self, function: str, tensors: dict[str, Tensor | None], results: dict[str, Tensor]) -> None:
         """Call a kernel with all of them, and `tensors`."""
         rows, t, _ = self.x.shape
-        bounds = checked_bounds(self.cu_seqlens, rows, t)
+        bounds = read_bounds(self.cu_seqlens, rows, t)
         arguments = {**{name: getattr(self, name) for name in self._fields[:8]}, **tensors}
         sizes = {"z": rows if bounds is None else bounds.shape[0] - 1}
         call(function, self.x.dtype, arguments, results, bounds=bounds, sizes=sizes)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anymamba.core.registry import Implementation
 from anymamba.kernels.cpu import bindings
-from anymamba.kernels.cpu.bindings import call, checked_bounds, checked_lengths, empty, empty_like, zeros_like
+from anymamba.kernels.cpu.bindings import call, empty, empty_like, read_bounds, read_lengths, zeros_like
 from anymamba.kernels.cpu.schema import ROTATIONS
 
 # Steps times ranks of a chunk: the fastest of 32, 48, 64, 96 at heads of 64 and a state of 128.
@@ -49,7 +49,7 @@ class _Scan(NamedTuple):
         if skip is not None:
             skip = (skip if skip.ndim == 2 else skip.unsqueeze(-1)).expand(h, p)
         arguments = {**{name: getattr(self, name) for name in _TENSORS}, "skip": skip, **tensors}
-        bounds = checked_bounds(self.cu_seqlens, b, t)
+        bounds = read_bounds(self.cu_seqlens, b, t)
         sizes = {"z": b if bounds is None else bounds.shape[0] - 1}
         call(function, self.v.dtype, arguments, results, bounds=bounds, sizes=sizes, chunk_len=chunk_len, **numbers)
 
@@ -144,7 +144,7 @@ class _Rotated(NamedTuple):
         arguments |= {
             "dt": self.step,
             "initial_rotation": self.initial_rotation.flatten(2),
-            "lengths": checked_lengths(self.lengths, self.x.shape[1]),
+            "lengths": read_lengths(self.lengths, self.x.shape[1]),
             **tensors,
         }
         keys, skip, state = (self.k, self.q), self.skip, self.pending_state

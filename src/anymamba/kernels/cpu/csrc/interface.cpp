@@ -26,7 +26,7 @@ struct Variant {
   const Kernels* kernels;
 };
 
-// What this library was built with, from the shortest vectors to the longest.
+// The instruction sets that this library was built with, from the shortest vectors to the longest.
 const Variant variants[] = {
 #define ANYMAMBA_VARIANT(isa) {#isa, &isa::kernels},
     ANYMAMBA_VARIANTS(ANYMAMBA_VARIANT)
@@ -78,10 +78,10 @@ extern "C" {
 
 bool anymamba_is_forked() { return forked; }
 
-// Names the description that the argument structures were made from: bindings.py rejects a library with another one.
+// The hash of the schema that the argument structures were made from; bindings.py rejects a library with another.
 const char* anymamba_arguments() { return ANYMAMBA_ARGUMENTS; }
 
-// Whether it was built with OpenMP; without, everything runs on one thread.
+// True if the library was built with OpenMP; without it, everything runs on one thread.
 bool anymamba_has_threads() {
 #if defined(_OPENMP) || defined(ANYMAMBA_STD_THREADS)
   return true;

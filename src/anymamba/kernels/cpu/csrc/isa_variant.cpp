@@ -1,4 +1,5 @@
-// Everything that depends on the instruction set. The build compiles this file once per set, with ANYMAMBA_ISA naming it.
+// Everything that depends on the instruction set. The build compiles this file once per set, with ANYMAMBA_ISA naming
+// it.
 #include "ops/conv.h"
 #include "decode/decode.h"
 #include "ops/discretization.h"

@@ -1,7 +1,7 @@
 // Large pages for scratch memory of megabytes.
 //
-// Between two calls such memory mostly goes back to the system, which maps it again in the next call, page by page as it
-// is first touched. With pages of 4 KiB that took a fifth of the scan's backward.
+// Between two calls such memory mostly goes back to the system, which maps it again in the next call, page by page as
+// it is first touched. With pages of 4 KiB that took a fifth of the scan's backward.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace ANYMAMBA_ISA {
 
-// Asks for pages of 2 MiB where the memory has whole ones. It is a wish: nothing depends on whether it is granted.
+// Asks for pages of 2 MiB where the memory has whole ones. A hint: no result depends on whether the system follows it.
 inline void prefer_large_pages([[maybe_unused]] void* memory, [[maybe_unused]] size_t bytes) {
 #if defined(MADV_HUGEPAGE)
   constexpr uintptr_t page = uintptr_t{1} << 21;

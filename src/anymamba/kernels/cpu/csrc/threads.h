@@ -62,7 +62,7 @@ class FlushDenormals {
 #endif
 };
 
-// Memory on whole cache lines, not initialized; `get` is null where there was none to be had.
+// Memory on whole cache lines, not initialized; `get()` is null if allocation failed.
 class Scratch {
  public:
   explicit Scratch(size_t bytes) {
@@ -77,7 +77,7 @@ class Scratch {
   void* memory_ = nullptr;
 };
 
-// Hands out aligned parts of a scratch; without memory it only counts what would be needed.
+// Hands out aligned parts of scratch memory; without memory it only counts the bytes that would be needed.
 class Arena {
  public:
   explicit Arena(void* memory = nullptr) : memory_(static_cast<char*>(memory)) {}
@@ -112,17 +112,17 @@ inline Nanoseconds now_ns() {
 // How long the current thread has slept because others were not done.
 inline thread_local Nanoseconds slept = 0;
 
-// Counts what is done, up to a total that all threads know.
+// Counts finished tasks, up to a total that all threads know.
 class Counter {
  public:
-  // Returns what is done now.
+  // Adds to the count and returns it.
   int32_t add(int32_t count, int32_t total) {
     const int32_t done = value_.fetch_add(count) + count;
     if (done == total && sleepers_.load()) wake();
     return done;
   }
 
-  // idle() again and again, for as long as it spins.
+  // Waits until the count is `total`; spins at first, and calls idle() while it does.
   template <typename Idle>
   void wait_for(int32_t total, Idle idle) {
     for (int spin = 0; spin < kSpins; ++spin) {
@@ -152,8 +152,9 @@ class Counter {
 
 // Tasks that threads take one by one. A thread that comes late finds them taken, and does not keep the others waiting.
 //
-// They are divided into partitions of neighboring tasks, one per thread. A thread takes those of its own partition first,
-// where it does not compete with others and reads memory in order, and then what the others have not begun.
+// They are divided into partitions of neighboring tasks, one per thread. A thread takes those of its own partition
+// first, where it does not compete with others and reads memory in order, and then tasks that the others have not
+// begun.
 class Queue {
  public:
   static constexpr int kPartitions = 8;  // threads beyond this count share a partition
@@ -177,7 +178,7 @@ class Queue {
       for (int64_t task; (task = begin + next_[partition].value.fetch_add(1, std::memory_order_relaxed)) < end; ++own)
         body(task);
     }
-    // All of them in one count, which every thread writes to.
+    // One count for all partitions, which every thread writes to.
     const int32_t all = static_cast<int32_t>(tasks) + 1;  // finish() is one more
     if (own && done_.add(own, all) == all - 1) finish(), done_.add(1, all);
     done_.wait_for(all, idle);
@@ -204,7 +205,7 @@ class Queues {
   Scratch memory_;
 };
 
-// How many threads a number of tasks is for.
+// The number of threads that a number of tasks is worth.
 inline int team_size(int64_t threads, int64_t tasks) {
   const int team = static_cast<int>(threads < tasks ? threads : tasks);
   return team < 1 || anymamba_is_forked() ? 1 : team;
@@ -233,7 +234,7 @@ void run_team([[maybe_unused]] int team, const Body& body) {
     const int thread = 0, size = 1;
 #endif
     body(thread);
-    // What ends the region is OpenMP's own barrier, which may spin for milliseconds. Nobody enters it before the others.
+    // OpenMP's own barrier ends the region and may spin for milliseconds: no thread enters it before all are done.
     left.add(1, size);
     left.wait_for(size, [] {});
   }

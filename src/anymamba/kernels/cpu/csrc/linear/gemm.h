@@ -1,10 +1,10 @@
-// Products of the small matrices of a chunk: one register-blocked kernel, and everything that can be done to a tile of the
-// result while it is in registers.
+// Matrix products of a chunk: one register-blocked kernel, and all operations that are fused into it, on a tile of the
+// result in registers.
 //
 //   C = scales * (A B) + A2 B2 + addend_scale * addend + c_in_scale * C_in
 //
-// B and C have rows padded with zeros to whole vectors, so columns have no tails. A is read one number at a time and may
-// lie in memory either way round.
+// B and C have rows padded with zeros to whole vectors, so columns have no tails. A is read one number at a time and
+// may be stored by rows or by columns.
 #pragma once
 
 #include "simd/simd.h"
@@ -17,7 +17,7 @@ enum class Span {
   kAll,
   kDepthUpToRow,     // A[i, k] = 0 where time(k) > time(i)
   kDepthFromRow,     // A[i, k] = 0 where time(k) < time(i)
-  kColumnsFromRow,   // only C[i, j] with time(j) >= time(i) are wanted; others may be left untouched
+  kColumnsFromRow,   // only C[i, j] with time(j) >= time(i) are needed; others may be left untouched
   kDepthUpToColumn,  // B[k, j] = 0 where time(k) > time(j)
   kDepthFromColumn,  // B[k, j] = 0 where time(k) < time(j)
 };
@@ -32,9 +32,9 @@ struct Product {
   int depth = 0;
 };
 
-// A matrix like C, for a tile's last steps.
+// A matrix of C's shape, read in a tile's epilogue.
 template <typename T>
-struct Beside {
+struct EpilogueMatrix {
   const T* data = nullptr;
   ptrdiff_t row = 0;
 };
@@ -50,18 +50,18 @@ struct Gemm {
   int rows, cols, depth;
   Span span = Span::kAll;       // of the second product where there is one, else of the first
   int rank = 1;
-  // What follows is done to A B in this order, each where it is given.
+  // The epilogue of A B, in this order; null pointers are skipped.
   const T* row_scale = nullptr;
   const T* col_scale = nullptr;
-  Beside<T> row_with = {}, col_with = {};  // sums of products with these, over columns and over rows, are added to
+  EpilogueMatrix<T> row_with = {}, col_with = {};  // row_sums += Σ_cols C row_with, col_sums += Σ_rows C col_with
   T *row_sums = nullptr, *col_sums = nullptr;
   const T* then_row_scale = nullptr;
   Product<T> second = {};
-  Beside<T> addend = {};
+  EpilogueMatrix<T> addend = {};
   const T* addend_scale = nullptr;  // of the columns
-  Beside<T> c_in = {};
+  EpilogueMatrix<T> c_in = {};
   T c_in_scale = 1;
-  RowPrefetch *ahead = nullptr, *ahead_too = nullptr;  // rows to ask for meanwhile
+  RowPrefetch *ahead = nullptr, *ahead_too = nullptr;  // rows to prefetch
 };
 
 // The part of the depth that a tile needs.
@@ -106,7 +106,7 @@ inline void for_tile(const Body& body) {
     for (int j = 0; j < kVectors; ++j) body(i, j);
 }
 
-// Once for every tile, whether or not anything of it is wanted.
+// Called once per tile, also for tiles that are skipped.
 template <typename T>
 inline void ask_ahead(const Gemm<T>& m) {
   if (m.ahead) m.ahead->advance();
@@ -116,7 +116,7 @@ inline void ask_ahead(const Gemm<T>& m) {
 template <typename T, int kRows, int kVectors>
 inline void gemm_tile(const Gemm<T>& m, int row, int col) {
   if (m.span == Span::kColumnsFromRow && col + kLanes<T> <= row / m.rank * m.rank) {
-    // Nothing of the first vector is wanted.
+    // The first vector is not needed.
     if constexpr (kVectors > 1)
       gemm_tile<T, kRows, kVectors - 1>(m, row, col + kLanes<T>);
     else
@@ -131,7 +131,7 @@ inline void gemm_tile(const Gemm<T>& m, int row, int col) {
   const int first = two ? 0 : from, depth = two ? m.depth : to - from;
   multiply_tile(acc, m.a + row * m.a_row + first * m.a_step, m.a_row, m.a_step, m.b + first * m.b_step + col, m.b_step,
                 depth);
-  const auto beside = [&](const Beside<T>& x, int i, int j) {
+  const auto load_from = [&](const EpilogueMatrix<T>& x, int i, int j) {
     return load(x.data + (row + i) * x.row + col + j * kLanes<T>);
   };
   if (m.row_scale) for_tile<kRows, kVectors>([&](int i, int j) { acc[i][j] *= m.row_scale[row + i]; });
@@ -142,7 +142,7 @@ inline void gemm_tile(const Gemm<T>& m, int row, int col) {
     for (int i = 0; i < kRows; ++i) {
       Vec<T> sum = {};
 #pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) sum += acc[i][j] * beside(m.row_with, i, j);
+      for (int j = 0; j < kVectors; ++j) sum += acc[i][j] * load_from(m.row_with, i, j);
       m.row_sums[row + i] += sum_lanes<T>(sum);
     }
   if (m.col_sums)
@@ -151,7 +151,7 @@ inline void gemm_tile(const Gemm<T>& m, int row, int col) {
       T* at = m.col_sums + col + j * kLanes<T>;
       Vec<T> sum = load(at);
 #pragma GCC unroll 16
-      for (int i = 0; i < kRows; ++i) sum += acc[i][j] * beside(m.col_with, i, j);
+      for (int i = 0; i < kRows; ++i) sum += acc[i][j] * load_from(m.col_with, i, j);
       store(at, sum);
     }
   if (m.then_row_scale) for_tile<kRows, kVectors>([&](int i, int j) { acc[i][j] *= m.then_row_scale[row + i]; });
@@ -162,8 +162,8 @@ inline void gemm_tile(const Gemm<T>& m, int row, int col) {
   }
   if (m.addend.data)
     for_tile<kRows, kVectors>(
-        [&](int i, int j) { acc[i][j] += load(m.addend_scale + col + j * kLanes<T>) * beside(m.addend, i, j); });
-  if (m.c_in.data) for_tile<kRows, kVectors>([&](int i, int j) { acc[i][j] += m.c_in_scale * beside(m.c_in, i, j); });
+        [&](int i, int j) { acc[i][j] += load(m.addend_scale + col + j * kLanes<T>) * load_from(m.addend, i, j); });
+  if (m.c_in.data) for_tile<kRows, kVectors>([&](int i, int j) { acc[i][j] += m.c_in_scale * load_from(m.c_in, i, j); });
   T* c = m.c + row * m.c_row + col;
   for_tile<kRows, kVectors>([&](int i, int j) { store(c + i * m.c_row + j * kLanes<T>, acc[i][j]); });
 }

@@ -1,4 +1,4 @@
-// Few rows times a matrix: y = x Wᵀ, every number of W read once, in its own dtype.
+// Few rows times a matrix: y = x Wᵀ, where W is read once, in its dtype.
 //
 // A product is summed over vectors in one fixed order, so that a row's result does not depend on the other rows.
 #pragma once
@@ -8,7 +8,7 @@
 
 namespace ANYMAMBA_ISA {
 
-// A vector that stays in its register; the compiler would load it anew for each use.
+// A vector that stays in its register; the compiler would load it again for each use.
 template <typename T>
 inline Vec<T> kept(Vec<T> x) {
 #if defined(ANYMAMBA_WIDE)
@@ -24,7 +24,7 @@ inline Vec<T> kept(Vec<T> x) {
 constexpr int kDotRows = kTileRows, kDotCols = 2;  // sums and operands of a tile fill the registers
 
 // emit(col, row, products, count) for the first kRows rows of w, which are those from `row` on, and kCols rows of x.
-// A function of its own: inlined into its callers, its sums no longer fit the registers.
+// Not inlined: in its callers, its sums would no longer fit the registers.
 template <int kRows, int kCols, typename T, typename Rows, typename Emit>
 [[gnu::noinline]] void dot_tile(const Rows& w, int64_t row, const T* x, int64_t x_row, int64_t col, Ahead& ahead,
                      const Emit& emit) {
@@ -66,7 +66,7 @@ template <int kRows, int kCols, typename T, typename Rows, typename Emit>
   }
 }
 
-// The same for all `cols` rows of x, while the rows of w that follow are on their way.
+// The same for all `cols` rows of x, while the next rows of w are prefetched.
 template <int kRows, typename T, typename Rows, typename Emit>
 inline void dot_rows(const Rows& w, int64_t row, const T* x, int64_t x_row, int64_t cols, Ahead ahead,
                      const Emit& emit) {
@@ -75,7 +75,7 @@ inline void dot_rows(const Rows& w, int64_t row, const T* x, int64_t x_row, int6
   for (; col < cols; ++col) dot_tile<kRows, 1>(w, row, x, x_row, col, ahead, emit);
 }
 
-// How many rows of a matrix make a task.
+// The number of rows of a matrix per task.
 constexpr int64_t kTaskBytes = 96 << 10;
 template <typename Rows>
 inline int64_t task_rows(const Rows& w) {
@@ -83,7 +83,7 @@ inline int64_t task_rows(const Rows& w) {
   return wanted < kDotRows ? kDotRows : wanted / kDotRows * kDotRows;
 }
 
-// Rows of x in the form in which they are multiplied, in memory of the calling thread.
+// Rows of x in the format in which they are multiplied, in memory of the calling thread.
 template <typename T, typename W>
 struct Operand {
   const T* x;

@@ -3,8 +3,8 @@
 //   y = Σ_groups scale_w scale_x Σ_columns code_w code_x
 //
 // Activations are rounded to integers of 16 bits, with one scale per group: to within 2⁻¹⁶ of the largest of their
-// group. The sums over columns are then exact, whatever their order. Those over groups are taken lane by lane in
-// one fixed order, so that a row's result does not depend on the other rows.
+// group. Sums over columns are then exact in any order. Sums over groups are taken lane by lane in one fixed order, so
+// that a row's result does not depend on the other rows.
 #pragma once
 
 #if defined(__SSE2__)
@@ -57,7 +57,7 @@ inline Vec<int16_t> load_words(const Byte* source) {
 #endif
 }
 
-// The first half of the lanes `scales[0]`, the second `scales[1]`.
+// `scales[0]` in the first half of the lanes, `scales[1]` in the second.
 inline Vec<float> broadcast_halves(const float* scales) {
 #if defined(__AVX512F__)
   return (Vec<float>)_mm512_mask_blend_ps(0xff00, _mm512_set1_ps(scales[0]), _mm512_set1_ps(scales[1]));
@@ -79,7 +79,7 @@ struct Int8Block {
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; ++i) words[i] = load_words(static_cast<const int8_t*>(bytes) + i * kWords);
   }
-  // Where a column of a block lies among the words.
+  // The index of a column of a block among the words.
   static int place(int column) { return column; }
 };
 
@@ -129,7 +129,7 @@ struct Activations {
   }
 
  private:
-  // Writes the words of a group and returns its scale. What is not finite leaves a scale that is not.
+  // Writes the words of a group and returns its scale, which is not finite if an input is not.
   static float fill_group(int16_t* block, int in_block, const float* x, int64_t count) {
     Vec<float> top = {}, rest = {};
     for (int64_t i = 0; i < count; i += kLanes<float>) {
@@ -177,8 +177,8 @@ template <typename Block>
          (Block::kGroups == 1 ? broadcast(scales[0]) : broadcast_halves(scales));
 }
 
-// What is left of row r of w after its complete blocks, from a group on, times row `col` of x. Not inlined: few matrices
-// have it, and it would take registers from those that have not.
+// The rest of row r of w after its complete blocks, from a group on, times row `col` of x. Not inlined: few matrices
+// have such a rest, and it would take registers from the others.
 template <typename Rows>
 [[gnu::noinline]] Vec<float> last_products(const Rows& w, int r, const Activations<typename Rows::Block>& x,
                                            int64_t col, int64_t group) {

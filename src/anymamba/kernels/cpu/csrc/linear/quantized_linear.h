@@ -1,4 +1,4 @@
-// Quantized weights outside of decode steps: a product with few rows, and rows as plain numbers.
+// Quantized weights outside of decode steps: products with few rows, and dequantization.
 #pragma once
 
 #include "schema.h"

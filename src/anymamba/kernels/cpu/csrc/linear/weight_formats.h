@@ -79,7 +79,7 @@ inline Vec<T> load_as_first(const W* source, int64_t count) {
   return load_as(padded);
 }
 
-// As many bytes as a vector of float has lanes, as integers. Left to themselves, compilers convert them in steps.
+// As many bytes as a vector of float has lanes, as integers. Compilers would convert them in several steps.
 template <typename Byte>
 inline Vec<int32_t> load_bytes(const Byte* source) {
 #if defined(__AVX512F__)
@@ -170,11 +170,11 @@ struct Int4Rows {
     const int high = static_cast<int>(j & 16) >> 2;
     return __builtin_convertvector(((load_bytes(bytes) >> high) & 15) - 8, Vec<float>) * scale;
   }
-  // Beyond the row there are zeros.
+  // Zeros after the end of the row.
   Vec<float> first(int64_t row, int64_t j, Scale scale, int64_t) const { return at(row, j, scale); }
 };
 
-// The first `count` rows of w as plain numbers, one after another.
+// Dequantizes the first `count` rows of w.
 template <typename T, typename Rows>
 inline void convert_rows(T* target, const Rows& w, int64_t count) {
   for (int64_t row = 0; row < count; ++row)

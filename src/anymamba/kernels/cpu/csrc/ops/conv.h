@@ -1,8 +1,8 @@
 // The causal depthwise convolution, followed by SiLU. Formulas: ops/conv.py and the window's part below.
 //
 // Time is cut into blocks, each a task over all channels. Step t of a sequence reads inputs t - width + 1 .. t; those
-// before the sequence's start come from its window, whose column j is input j - width. The new window's column j is input
-// end - width + j.
+// before the sequence's start come from its window, whose column j is input j - width. The new window's column j is
+// input end - width + j.
 #pragma once
 
 #include "schema.h"
@@ -95,7 +95,7 @@ class ConvInputs {
     }
   }
 
-  // The row of step t >= -width. A converted row stays valid until width more have been asked for.
+  // The row of step t >= -width. A converted row stays valid until `width` more rows were requested.
   const T* row(int64_t t) const {
     if (t < 0) return window_ + (args_.width + t) * args_.channels;
     return row_as(ring_ + (t % args_.width) * args_.channels, args_.x,
@@ -143,7 +143,7 @@ void conv_forward_task(const ConvArgs& args, const ConvTask& task, const T* weig
     if (out == out_buffer) write_row(target, out, args.dtype, static_cast<int>(v));
   }
   if (task.start > 0) return;
-  // The sequence's first task also writes its new window: whole inputs, moved and not computed with.
+  // The sequence's first task also writes the new window: copies of inputs.
   char* target = static_cast<char*>(args.new_window) + task.sequence * v * w * size;
   const char* window = static_cast<const char*>(args.window) + task.sequence * v * w * size;
   const char* x = static_cast<const char*>(args.x) + (task.batch * args.x_strides[0] + task.first * args.x_strides[1]) * size;

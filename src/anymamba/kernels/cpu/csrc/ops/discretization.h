@@ -1,7 +1,7 @@
 // Step sizes of Mamba-2; step sizes, rates and rotations of Mamba-3. Formulas: ops/discretization.py.
 //
-// A row is computed in doubles, of a sequence as of a token: the error of a step size or rate grows with the length of a
-// sequence.
+// Rows are computed in double precision, both for sequences and for single tokens: the error of a step size or rate
+// grows with the length of a sequence.
 #pragma once
 
 #include <cmath>
@@ -60,7 +60,7 @@ void to_double(double* target, const T* source, int64_t width) {
   for (int64_t c = width; c < round_up<double>(static_cast<int>(width)); ++c) target[c] = 0;
 }
 
-// Vectors of three, part by part, each `lanes` numbers long, with their lengths and directions.
+// Three-dimensional vectors, stored by component (`lanes` numbers each), with their lengths and directions.
 struct Axes {
   int64_t vectors, lanes;
   double *x, *y, *z, *length;
@@ -93,9 +93,9 @@ struct Axes {
   }
 };
 
-// The raw numbers of a row and what becomes of them.
+// The raw numbers of a row, and the step sizes, decays and rates computed from them.
 struct DiscretizedRow {
-  int64_t heads, rotations;  // rotations: how many numbers describe them
+  int64_t heads, rotations;  // rotations: the count of numbers that describe the rotation of a token
   double *dt, *a, *trap, *rotation;
   double* results[5];  // dt, log_decay, gamma, kappa; the rates of rotation
   Axes axes, daxes;    // for rotations about axes

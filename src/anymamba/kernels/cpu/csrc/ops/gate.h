@@ -1,4 +1,4 @@
-// The gate over ranks, one pass over memory each way. Formulas: ops/rank_gate.py.
+// The gate over ranks, one pass over memory each way. Formulas: ops/norms_and_gates.py.
 #pragma once
 
 #include "schema.h"

@@ -1,4 +1,4 @@
-// The RMS norm over groups of channels, gated or not, one pass over memory each way. Formulas: ops/norms.py.
+// The RMS norm over groups of channels, gated or not, one pass over memory each way. Formulas: ops/norms_and_gates.py.
 #pragma once
 
 #include <cmath>

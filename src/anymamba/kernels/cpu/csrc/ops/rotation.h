@@ -9,8 +9,8 @@
 
 namespace ANYMAMBA_ISA {
 
-// The angles of a head advance by dt * rate; their cosines and sines. All arrays but `rate` are padded to whole vectors,
-// `quarter` and `rest` are scratch.
+// Advances the angles of a head by dt * rate and computes their cosines and sines. All arrays but `rate` are padded to
+// whole vectors; `quarter` and `rest` are scratch.
 template <typename T>
 inline void advance_angles(double* angle, const T* rate, double dt, int pairs, T* quarter, T* rest, T* cos, T* sin) {
   for (int s = 0; s < pairs; ++s) {
@@ -25,8 +25,8 @@ inline void advance_angles(double* angle, const T* rate, double dt, int pairs, T
   }
 }
 
-// Unit quaternions of a head are held part by part, w, x, y and z, each `lanes` numbers long: whole vectors, of which the
-// blocks fill the first `blocks`.
+// The unit quaternions of a head, stored by component: w, x, y and z, `lanes` numbers each. `lanes` is a multiple of
+// the vector width; the first `blocks` numbers are used.
 
 template <typename T>
 inline double quaternion_length(const T* q) {
@@ -35,7 +35,7 @@ inline double quaternion_length(const T* q) {
   return std::sqrt(square);
 }
 
-// Reads them from (blocks, 4) and brings them to length 1; lanes without a block hold 1.
+// Reads quaternions (blocks, 4) and normalizes them; lanes without a block hold 1.
 template <typename T>
 inline void read_quaternions(double* target, const T* source, int blocks, int lanes) {
   for (int j = 0; j < blocks; ++j) {
@@ -62,8 +62,9 @@ inline void split_vectors(To* target, const T* source, int blocks, int lanes) {
     for (int i = 0; i < 3; ++i) target[i * lanes + j] = 0;
 }
 
-// The quaternions (4, lanes) of a head are rotated by the vectors dt * rate (blocks, 3). In `components`, the same as T;
-// of the rotation itself, with h half its angle, cos(h) and sin(h) / h, (lanes) each. `scratch` holds 4 lanes of numbers.
+// Rotates the quaternions (4, lanes) of a head by the vectors dt * rate (blocks, 3). `components` receives the result
+// as T, and `half_cos` and `half_sinc` (lanes) cos(h) and sin(h) / h for half the angle h. `scratch` holds 4 * lanes
+// numbers.
 template <typename T>
 inline void advance_quaternions(double* q, const T* rate, double dt, int blocks, int lanes, double* scratch,
                                 T* components, T* half_cos, T* half_sinc) {
@@ -84,7 +85,7 @@ inline void advance_quaternions(double* q, const T* rate, double dt, int blocks,
     const Vec<double> w = load(qw), a = load(qx), b = load(qy), d = load(qz);
     const Vec<double> new_w = c * w - tx * a - ty * b - tz * d, new_x = c * a + tx * w + ty * d - tz * b;
     const Vec<double> new_y = c * b - tx * d + ty * w + tz * a, new_z = c * d + tx * b - ty * a + tz * w;
-    // The length is 1 but for rounding, so this is one step of Newton's to its inverse.
+    // The length is 1 up to rounding, so one Newton step gives its inverse.
     const Vec<double> scale = 1.5 - 0.5 * (new_w * new_w + new_x * new_x + new_y * new_y + new_z * new_z);
     store(qw, new_w * scale), store(qx, new_x * scale), store(qy, new_y * scale), store(qz, new_z * scale);
     for (int i = 0; i < kLanes<double>; ++i) half_cos[j + i] = static_cast<T>(c[i]);
@@ -93,7 +94,7 @@ inline void advance_quaternions(double* q, const T* rate, double dt, int blocks,
   for (int i = 0; i < 4 * lanes; ++i) components[i] = static_cast<T>(q[i]);
 }
 
-// Turns the pairs of a row, (2 i, 2 i + 1) or (i, i + n / 2).
+// Rotates the pairs of a row, (2 i, 2 i + 1) or (i, i + n / 2).
 template <typename T>
 inline void rotate_pairs(T* x, const T* cos, const T* sin, int64_t pairs, int64_t n, bool interleaved) {
   const int64_t step = interleaved ? 2 : 1, other = interleaved ? 1 : n / 2;

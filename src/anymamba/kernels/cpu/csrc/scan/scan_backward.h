@@ -55,15 +55,15 @@ void recompute_states(const ScanArgs& args, const Task& task, const Sequence& se
   }
 }
 
-// Where a task's sums over heads go: straight to the results where there is one block, else to `partial`, one tensor of T
-// for each block.
+// The destination of a task's sums over heads: the results if there is one block, else `partial`, one tensor of T per
+// block.
 template <typename T>
 struct Partials {
   T *dk = nullptr, *dq = nullptr, *drate = nullptr;
   int64_t numbers = 0, rate_numbers = 0;
 };
 
-// A chunk's key or query gradients, (n, rows), out.
+// Writes a chunk's key or query gradients, (n, rows).
 template <typename T>
 void write_keys(void* target, T* partial, const Partials<T>& partials, const T* source, const ScanArgs& args,
                 const Task& task, const Chunk& chunk, T* rows_buffer, const ChunkSizes<T>& size) {
@@ -208,7 +208,7 @@ bool scan_backward(const ScanArgs& args) {
   const int64_t in_group = blocks.blocks_per_group, in_all = args.groups * in_group;
   Partials<T> partial;
   partial.numbers = args.batch * args.time * args.rank * args.groups * args.state;
-  const bool shared_rates = size.rotation.count && !size.rotation.quaternion;  // by the heads, which sum their gradients
+  const bool shared_rates = size.rotation.count && !size.rotation.quaternion;  // across heads, whose gradients are summed
   partial.rate_numbers = shared_rates ? args.batch * args.time * args.rates : 0;
   Arena counted;
   if (in_group > 1) counted.take<T>(in_group * partial.numbers), counted.take<T>(in_group * partial.numbers);

@@ -1,4 +1,4 @@
-// What the scan's backward holds of a chunk, and everything in it that is not a product of matrices.
+// The local memory of the scan's backward for a chunk, and its elementwise computations.
 #pragma once
 
 #include "scan/scan_keys.h"
@@ -17,7 +17,7 @@ struct BackwardBuffers {
   T* g;                                       // (heads, n, p): gradient of the state that leaves the chunk
   T* entering;                                // (heads, chunks, n, p): the states that enter the chunks
   T *dk_bias, *dq_bias;                       // (heads), patterns
-  double *rotations, *rotation;               // (heads, chunks): those that enter the chunks, and the one at hand
+  double *rotations, *rotation;               // (heads, chunks): those that enter the chunks, and the current one
   double* crossing;                           // (steps)
   RotationGradient<T> drotations;
   Decay<T> decay;
@@ -60,9 +60,9 @@ struct BackwardBuffers {
 };
 
 // The elementwise middle of the backward. On entry dweighted[j, i] = <v_j, dy_i>. On exit `weighted` holds the decayed
-// and weighted scores, dscores has gained its part, d_later and d_own hold the gradients of the rows' weights within the
-// chunk, and crossing[l] = sum over i at or after l, j before l of E[j, i], the gradient on the exponent of the decay
-// from j to i.
+// and weighted scores, dscores has gained its part, d_later and d_own hold the gradients of the rows' weights within
+// the chunk, and crossing[l] = sum over i at or after l, j before l of E[j, i], the gradient on the exponent of the
+// decay from j to i.
 template <typename T>
 void backward_scores(BackwardBuffers<T>& b, int steps, const ChunkSizes<T>& size) {
   const int rank = size.rank, cols = round_up<T>(steps * rank);
@@ -154,7 +154,7 @@ void backward_skip(const ScanArgs& args, int64_t sequence, int64_t head, int row
   }
 }
 
-// From the gradients of the ranks' values in b.dv to those of the one row that they share, and of their weights.
+// From the gradients of the ranks' values in b.dv, computes those of the row that the ranks share, and of its weights.
 template <typename T>
 void backward_rank_values(const ScanArgs& args, const Chunk& chunk, int64_t sequence, int64_t head,
                           BackwardBuffers<T>& b, const ChunkSizes<T>& size) {

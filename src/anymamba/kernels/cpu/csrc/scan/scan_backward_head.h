@@ -44,9 +44,9 @@ struct HeadChunk {
   const Chunk& chunk;
   const Sequence& seq;
   int64_t sequence, head;
-  const T* state;               // that entered the chunk
-  T* g;                         // the gradient of the state that leaves; afterwards that of the one that entered
-  RowPrefetch next_v, next_dy;  // what the next head or chunk will read
+  const T* state;               // the state that entered the chunk
+  T* g;                         // gradient of the leaving state, replaced by that of the entering state
+  RowPrefetch next_v, next_dy;  // rows that the next head or chunk will read
 };
 
 template <typename T>
@@ -60,7 +60,7 @@ void read_head(const ScanArgs& args, const HeadChunk<T>& at, BackwardBuffers<T>&
   transpose_chunk(b.v_t, b.v, size.p_row, rows, size.p, size);
 }
 
-// dweighted = v dy', and what follows from it. The state is not used yet, but it lies far away and is asked for.
+// dweighted = v dy', and the gradients that follow from it. The state is needed later; it is prefetched here.
 template <typename T>
 void backward_within(const HeadChunk<T>& at, BackwardBuffers<T>& b, const ChunkSizes<T>& size) {
   const int rows = at.chunk.steps * size.rank, row = size.rows_row;

@@ -1,4 +1,4 @@
-// What forward and backward of the scan share: sequences, chunks of them in local memory, and their decays.
+// Shared by forward and backward of the scan: sequences, chunks of them in local memory, and their decays.
 //
 // Letters, as in the Python sources: i, j rows of a chunk, (time, rank) fused; p head width; n state.
 // Score and decay blocks are held with the key's row j outermost and the query's row i innermost, so that the running
@@ -78,8 +78,8 @@ struct RotationSizes {
   bool quaternion;
   int count, lanes;
   int state;   // numbers of a running rotation: angles, or four parts
-  int parts;   // of what a key is multiplied with: cosine and sine, or four
-  int axes;    // of its gradient: an angle, or a vector
+  int parts;   // numbers that a key is multiplied with: cosine and sine, or four
+  int axes;    // numbers of its gradient: an angle, or a vector
   int parts_row, axes_row;
 
   explicit RotationSizes(const ScanArgs& args)
@@ -114,7 +114,7 @@ struct ChunkSizes {
         rotation(args) {}
 };
 
-// A stretch of time of one sequence.
+// Consecutive time steps of one sequence.
 struct Chunk {
   int64_t batch, start;
   int steps;
@@ -126,7 +126,7 @@ inline Chunk chunk_of(const Sequence& seq, int64_t index, int64_t steps) {
   return {seq.batch, start, static_cast<int>(left < steps ? left : steps)};
 }
 
-// The rows of a chunk of one head or group, to be asked for ahead of time.
+// The rows of a chunk of one head or group, to prefetch.
 inline RowPrefetch prefetch_of(const void* source, int64_t dtype, const int64_t* strides, int64_t lane,
                                const Chunk& chunk, int rank, int width) {
   const ptrdiff_t size = static_cast<ptrdiff_t>(size_of(dtype));
@@ -153,7 +153,7 @@ inline RowPrefetch prefetch_result(const void* target, const ScanArgs& args, int
   return prefetch_of(target, args.dtype, strides, head, chunk, rank, width);
 }
 
-// Whether a tile of T may be stored to the result itself: it is of T, and its rows are whole vectors.
+// True if a tile may be stored to the result directly: the result has dtype T, and its rows are whole vectors.
 template <typename T>
 inline bool writes_in_place(const ScanArgs& args, const ChunkSizes<T>& size) {
   return args.dtype == own_dtype<T>() && size.p == size.p_cols;
@@ -261,7 +261,7 @@ inline T* at_step(void* base, const ScanArgs& args, int64_t batch, int64_t time,
   return static_cast<T*>(base) + (batch * args.time + time) * args.heads + head;
 }
 
-// What each row's v weighs: `later` in the state and in later steps, `own` in its own step.
+// The weight of each row's v: `later` in the state and in later steps, `own` in the same step.
 template <typename T>
 struct Weights {
   T *later, *own;
@@ -322,7 +322,7 @@ inline void transpose_chunk(T* target, const T* source, ptrdiff_t source_row, in
   transpose(target, size.rows_row, source, source_row, rows, cols);
 }
 
-// The first vector that holds a row at or after j's step; what lies before it in row j of a block is zero or unused.
+// The first vector with a row at or after j's step; everything before it in row j of a block is zero or unused.
 template <typename T>
 inline int first_vector(int j, int rank) {
   return j / rank * rank / kLanes<T> * kLanes<T>;

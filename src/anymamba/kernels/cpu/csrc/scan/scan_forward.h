@@ -59,7 +59,7 @@ void forward_head(const ScanArgs& args, const Chunk& chunk, const Sequence& seq,
   read_values(b.v, b.rank_weight, args, chunk, head, size);
   weighted_scores(b.weighted, b.scores, b.decay, b.weights, rows, size);
 
-  // y = decayed (q S) + W v + skip v, written where it belongs if it needs no conversion.
+  // y = decayed (q S) + W v + skip v, written to the result directly if it needs no conversion.
   const bool in_place = writes_in_place<T>(args, size);
   const ptrdiff_t y_row = in_place ? args.heads * args.width : size.p_row;
   T* y = in_place ? static_cast<T*>(args.y) + first_row(args, chunk) * y_row + head * args.width : b.y;
@@ -141,7 +141,7 @@ void forward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& s
   }
 }
 
-// Sequences of one step: the state of a head advances where it lies.
+// Sequences of one step: the state of a head is updated in place.
 template <typename T>
 struct StepBuffers {
   RotationSizes<T> sizes;

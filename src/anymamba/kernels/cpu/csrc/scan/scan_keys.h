@@ -1,5 +1,5 @@
-// Keys and queries of a chunk, held transposed, (n, rows): those of a group, or for Mamba-3 a head's own, which are the
-// group's with the head's bias, rotated by the head's rotations. Formulas: ops/rotation.py.
+// Keys and queries of a chunk, held transposed, (n, rows): those of a group, or for Mamba-3 those of a head, which are
+// the group's with the head's bias, rotated by the head's rotations. Formulas: ops/rotation.py.
 #pragma once
 
 #include <numeric>
@@ -14,7 +14,7 @@ inline int64_t last_step(const ScanArgs& args, int64_t sequence) {
   return (args.lengths ? seq.start + args.lengths[sequence] : seq.stop) - 1;
 }
 
-// Which channels rotate together, and which stay as they are.
+// The channels that rotate together, and those that are not rotated.
 struct Pairing {
   bool quaternion;
   int rotations, stride, apart;     // channel i of rotation s is s stride + i apart
@@ -59,7 +59,7 @@ struct BiasPattern {
 template <typename T>
 class Keys {
  public:
-  T *k, *q;  // what the head at hand uses
+  T *k, *q;  // of the current head
   T *group_k, *group_q;
   ChunkRotations<T> rotations;
 
@@ -83,7 +83,7 @@ class Keys {
 
   size_t pattern_numbers() const { return size_t(size_.n) * pattern_.row; }
 
-  // Once per task, before anything else.
+  // Called once per task, before the other methods.
   void start(const Task& task) {
     if (!args_.k_bias) return;
     rotations.clear(size_);
@@ -96,12 +96,12 @@ class Keys {
   void read_group_keys(const Chunk& chunk, int64_t group) { read(group_k, args_.k, args_.k_strides, chunk, group); }
   void read_group_queries(const Chunk& chunk, int64_t group) { read(group_q, args_.q, args_.q_strides, chunk, group); }
 
-  // The head's own, after `rotations` was advanced for it; `e` counts the heads of the task.
+  // Computes those of a head, after `rotations` was advanced for it; `e` counts the heads of the task.
   void rotate_head_keys(int64_t e, int rows) { rotate(k, group_k, k_bias_ + e * pattern_numbers(), rows); }
   void rotate_head_queries(int64_t e, int rows) { rotate(q, group_q, q_bias_ + e * pattern_numbers(), rows); }
 
-  // From the gradients of the head's own to those of the group's and of the bias' pattern, which gain them, and of the
-  // rotations, (axes, rows).
+  // Adds the gradients of the head's keys and queries to those of the group's and of the bias' pattern, and computes
+  // those of the rotations, (axes, rows).
   void rotate_backward_keys(const T* dk, T* dgroup_k, T* dbias, T* drotation, int rows) const {
     rotate_backward<false>(dgroup_k, dbias, drotation, dk, k, rows);
   }
@@ -143,7 +143,7 @@ class Keys {
     transpose_chunk(target, rows_, size_.n_row, chunk.steps * size_.rank, size_.n, size_);
   }
 
-  // body(i, phase) for every vector of a row, with where it is in the bias' pattern.
+  // body(i, phase) for every vector of a row, with its position in the bias' pattern.
   template <typename Body>
   void for_vectors(int rows, const Body& body) const {
     int phase = 0;
@@ -194,7 +194,7 @@ class Keys {
     });
   }
 
-  // The gradient on a rotation, in the frame that rotates with it, needs only what was rotated and its gradient.
+  // The gradient on a rotation, in the frame that rotates with it, follows from the rotated vector and its gradient.
   template <bool kAddRotation>
   void rotate_backward(T* dgroup, T* dbias, T* drotation, const T* d_own, const T* own, int rows) const {
     const ptrdiff_t row = size_.rows_row, axis = size_.rotation.lanes * row;

@@ -1,7 +1,7 @@
-// How keys and queries are rotated within a chunk, and the gradient of the rotations. Formulas: ops/rotation.py.
+// The rotations of keys and queries within a chunk, and their gradient. Formulas: ops/rotation.py.
 //
-// The gradient on a running rotation is held in the frame that rotates with it: for angles a number, for quaternions the
-// vector w with dQ = Q w. In that frame the gradient on the rotation of a step is the sum of the gradients on all
+// The gradient on a running rotation is held in the frame that rotates with it: for angles a number, for quaternions
+// the vector w with dQ = Q w. In that frame the gradient on the rotation of a step is the sum of the gradients on all
 // rotations after it.
 #pragma once
 
@@ -59,8 +59,8 @@ struct ChunkRotations {
 
   // The rates of a step: those of all heads, or the head's own.
   static const T* rates(const ScanArgs& args, int64_t batch, int64_t time, int64_t head, const RotationSizes<T>& sizes) {
-    const int64_t own = sizes.quaternion ? head * sizes.count * 3 : 0;
-    return static_cast<const T*>(args.rate) + (batch * args.time + time) * args.rates + own;
+    const int64_t offset = sizes.quaternion ? head * sizes.count * 3 : 0;
+    return static_cast<const T*>(args.rate) + (batch * args.time + time) * args.rates + offset;
   }
 };
 
@@ -113,7 +113,7 @@ void write_dstart(const double* grad, const double* state, int64_t sequence_head
       target[j] = static_cast<T>(grad[j]);
       continue;
     }
-    // Q (0, grad), through the division by the length of what was given.
+    // Q (0, grad), through the normalization of the initial quaternion.
     const double w = state[j], x = state[lanes + j], y = state[2 * lanes + j], z = state[3 * lanes + j];
     const double a = grad[j], b = grad[lanes + j], c = grad[2 * lanes + j];
     const double scale = 1 / quaternion_length(start + 4 * j);
@@ -127,7 +127,7 @@ void write_dstart(const double* grad, const double* state, int64_t sequence_head
 template <typename T>
 struct RotationGradient {
   T *rows, *by_row;    // (axes, rows): of each row's rotation, from its keys and queries; and transposed
-  double* sum;         // (axes) of a head: over all steps from the one at hand on
+  double* sum;         // (axes) of a head: over all steps from the current one on
   T* drate;            // (steps, lanes): of the chunk, for angles, which the heads share
   T *before, *vector, *rate, *grad;  // scratch, (4, lanes) and three times (3, lanes)
 
@@ -183,8 +183,8 @@ struct RotationGradient {
     return static_cast<T>(ddt);
   }
 
-  // With Q the rotation before the step and v = dt rate the vector it rotates by, through u = Q w Q' and the derivative of
-  // the exponential: dv = (sin|v|/|v| u + (1 - cos|v|)/|v|² v × u + (1 - sin|v|/|v|)/|v|² <v, u> v) / 2.
+  // With Q the rotation before the step and v = dt rate the vector it rotates by, through u = Q w Q' and the derivative
+  // of the exponential: dv = (sin|v|/|v| u + (1 - cos|v|)/|v|² v × u + (1 - sin|v|/|v|)/|v|² <v, u> v) / 2.
   T vectors(const double* sums, const T* given, T dt, const T* q, const T* half_cos, const T* half_sinc,
             const ScanArgs& args, ptrdiff_t at, const RotationSizes<T>& sizes) const {
     const int lanes = sizes.lanes;

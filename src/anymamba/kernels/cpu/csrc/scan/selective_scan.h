@@ -1,9 +1,9 @@
 // Mamba-1's scan. Formulas: scan/selective_scan.py.
 //
-// A task is a block of channels of a row of the batch, and goes through all its time: channels know nothing of each
-// other. Vectors run over channels, so that the sum over the states needs no sum over lanes; a block's rates and states
-// lie as (state, channels) in first-level cache. The backward keeps the states at the beginning of each chunk of time and
-// computes those within it, and their decays, again.
+// A task is a block of channels of one row of the batch over all time steps: channels are independent. Vectors run over
+// channels, so that the sum over the states needs no sum over lanes; a block's rates and states are stored as (state,
+// channels) in first-level cache. The backward stores the states at the beginning of each chunk of time and recomputes
+// those within it, and their decays.
 #pragma once
 
 #include "simd/activations.h"
@@ -16,7 +16,7 @@ namespace ANYMAMBA_ISA {
 constexpr int64_t kSelectiveChannels = 32;  // of a task
 constexpr int64_t kSelectiveSteps = 32;     // of a chunk of the backward
 
-// States after a step, of a sequence as of a token: h <- exp(size rate) h + input b.
+// States after a step, for sequences and for single tokens: h <- exp(size rate) h + input b.
 template <typename T>
 struct SelectiveStates {
   Vec<T> decay, after;
@@ -25,7 +25,7 @@ struct SelectiveStates {
       : decay(exp_nonpositive(size * rate)), after(decay * before + input * b) {}
 };
 
-// Channels [first, first + count) of a row, and what is read for them again and again.
+// Channels [first, first + count) of a row, and the parameters that are read repeatedly.
 template <typename T>
 struct SelectiveBlock {
   static constexpr int64_t kWidth = kSelectiveChannels;
@@ -99,8 +99,8 @@ struct SelectiveBlock {
     for (int64_t i = 0; i < count; i += kLanes<T>) store(dt + i, softplus<T>(load(dt + i)));
   }
 
-  // y before its gate, from the states before a step, which become those after it. `decays` and `states` keep both
-  // after the step where they are given.
+  // y before its gate; the states before a step are replaced by those after it. `decays` and `states`, if not null,
+  // receive the decays and the new states.
   template <bool kKeep>
   void advance(T* h, T* decays, T* states) {
     for (int64_t i = 0; i < count; i += kLanes<T>) {
@@ -196,7 +196,7 @@ struct SelectiveBackward {
     }
   }
 
-  // dz, and dy becomes the gradient before the gate.
+  // Computes dz, and replaces dy by the gradient before the gate.
   void gate(int64_t t, const T* state) {
     const SelectiveArgs& args = block.args;
     if (!args.z) return;
@@ -210,7 +210,7 @@ struct SelectiveBackward {
     }
   }
 
-  // One step back; ddt is that after the softplus.
+  // One step of the backward; ddt is the gradient after the softplus.
   void step(const T* previous, const T* decay, const T* state, T* shared) {
     const SelectiveArgs& args = block.args;
     for (int64_t i = 0; i < block.count; i += kLanes<T>) {

@@ -1,4 +1,4 @@
-// One token of a head's state: S = decay S + Σ_j values[j] ⊗ keys[j], and what is read of it: y[r] = S queries[r].
+// One token of a head's state: S = decay S + Σ_j values[j] ⊗ keys[j], then y[r] = S queries[r].
 #pragma once
 
 #include "simd/vector_rows.h"

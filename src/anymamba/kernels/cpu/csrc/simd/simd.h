@@ -1,6 +1,6 @@
-// Vectors of whatever width the instruction set at hand has, by the compiler's vector extensions.
+// Vectors as wide as the instruction set allows, by the compiler's vector extensions.
 //
-// This header is compiled once per instruction set, each time in a namespace of its own (ANYMAMBA_ISA), so that no
+// This header is compiled once per instruction set, each time in a separate namespace (ANYMAMBA_ISA), so that no
 // function of one set can be linked into another.
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace ANYMAMBA_ISA {
 
-// A tile of a product has kTileRows rows of kTileVectors vectors in registers; `python -m benchmarks.tune` measures which
-// shape is the fastest on a machine.
+// A tile of a product has kTileRows rows of kTileVectors vectors in registers; `python -m benchmarks.tune` measures
+// which shape is the fastest on a machine.
 #if defined(__AVX512F__) || defined(ANYMAMBA_WIDE)
 constexpr int kVectorBytes = 64;
 constexpr int kOwnTile[2] = {8, 2};
@@ -73,18 +73,18 @@ inline T sum_lanes(Vec<T> x) {
     return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
 }
 
-// Rows of memory to ask for while something else is computed: they lie far apart, which no hardware foresees, and asking
-// for all of them at once would only queue.
+// Rows of memory to prefetch during a computation: they are far apart, which hardware prefetchers do not handle, and
+// requests for all of them at once would only queue.
 struct RowPrefetch {
   const char* base = nullptr;
   ptrdiff_t outer_bytes = 0, inner_bytes = 0;
   int outer = 0, inner = 1, row_bytes = 0;
   int at_outer = 0, at_inner = 0, at_once = 1;
 
-  // Each of `calls` calls of `advance` asks for as many rows as it takes.
+  // Each of `calls` calls of `advance` prefetches an equal number of rows.
   void spread_over(int calls) { at_once = calls ? ((outer - at_outer) * inner + calls - 1) / calls : 1; }
 
-  // Asks for the next rows, if there are any left.
+  // Prefetches the next rows, if any are left.
   void advance() {
     for (int i = 0; i < at_once && at_outer < outer; ++i) {
       const char* row = base + at_outer * outer_bytes + at_inner * inner_bytes;
@@ -110,8 +110,8 @@ struct ExpRange<double> {
   static constexpr double lowest = -708.3964185322641;
 };
 
-// x, and zero where a < b. By its bits, but for masks in registers of their own: compilers turn a selection of zero into
-// one of two loaded vectors.
+// x, and zero where a < b. Computed on the bits, except for masks in mask registers: compilers turn a selection of zero
+// into one of two loaded vectors.
 template <typename T, typename Bits>
 inline Vec<T> zero_where_less(Vec<T> x, Vec<T> a, Vec<T> b) {
 #if defined(__AVX512F__)
@@ -168,7 +168,7 @@ inline Vec<T> sigmoid(Vec<T> x) {
   return x < Vec<T>{} ? e * inverse : inverse;
 }
 
-// The steps of a 4 x 4 transposition, in the two compilers' own words.
+// The steps of a 4 x 4 transposition, by the builtins of either compiler.
 #if defined(__clang__)
 #define ANYMAMBA_SHUFFLE(x, y, a, b, c, d) __builtin_shufflevector(x, y, a, b, c, d)
 #else

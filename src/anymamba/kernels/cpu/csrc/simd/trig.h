@@ -5,7 +5,7 @@
 
 namespace ANYMAMBA_ISA {
 
-// A multiple of pi / 2 in two parts: few enough bits in the first for its products with small integers to be exact.
+// pi / 2 in two parts: the first has few enough bits that its products with small integers are exact.
 constexpr double kQuarterHigh = 1.57079632673412561417e+00;
 constexpr double kQuarterLow = 6.07710050650619224932e-11;
 
@@ -51,7 +51,7 @@ struct IntegerOf<double> {
   static constexpr double magic = 6755399441055744.0;
 };
 
-// The cosine and sine of what `split_angle` made of an angle, by Taylor's series.
+// The cosine and sine of an angle split by `split_angle`, by Taylor series.
 template <typename T>
 inline void cos_sin(Vec<T> quarter, Vec<T> rest, Vec<T>* cos, Vec<T>* sin) {
   const Vec<T> square = rest * rest;

@@ -36,7 +36,7 @@ inline const T* row_as(T* buffer, const void* base, int64_t at, int64_t dtype, i
   return buffer;
 }
 
-// Asks for memory ahead of its use, little by little: `step` bytes at a time.
+// Prefetches memory gradually, `step` bytes at a time.
 struct Ahead {
   const char *at, *until;
   int64_t step;
