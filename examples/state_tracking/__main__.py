@@ -125,7 +125,7 @@ def _configs(args: argparse.Namespace) -> dict[str, dict[str, TrackingConfig]]:
     settings |= {"tracking.language": args.task, "seed": str(args.seed)}
     return {
         variant: {
-            rate: TrackingConfig().replaced({**settings, "tracking.variant": variant, "optimizer.lr": rate})
+            rate: TrackingConfig().with_overrides({**settings, "tracking.variant": variant, "optimizer.lr": rate})
             for rate in rates
         }
         for variant in variants

@@ -58,8 +58,8 @@ def test_every_field_has_a_help():
 
 def test_only_fields_that_change_a_weight_count_as_changed():
     a = TrainingConfig()
-    b = a.replaced({"evaluation.every": "7", "checkpoints.keep": "9", "seed": "1", "batch.tokens": "512"})
-    assert a.changed(b) == {"batch.tokens": (4096, 512), "seed": (0, 1)}
+    b = a.with_overrides({"evaluation.every": "7", "checkpoints.keep": "9", "seed": "1", "batch.tokens": "512"})
+    assert a.changed_fields(b) == {"batch.tokens": (4096, 512), "seed": (0, 1)}
 
 
 @pytest.mark.parametrize(

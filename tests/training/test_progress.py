@@ -129,9 +129,9 @@ def test_elsewhere_there_are_plain_lines(terminal, dumb, monkeypatch):
 def test_an_evaluation_is_shown_in_place_of_the_time_left(terminal, monkeypatch):
     def look(steps):
         display = ProgressDisplay(steps=40, done=0, every=10)
-        display.evaluating()  # nothing, before there is a step
+        display.begin_evaluation()  # nothing, before there is a step
         display.at(StepMetrics(40, 64, 4.0, 1e-3, 0.1, 0.5, {}), 64)
-        display.evaluating()
+        display.begin_evaluation()
 
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
     look(40)

@@ -18,7 +18,7 @@ def test_a_row_of_a_table_is_a_sequence_or_a_step(tmp_path):
     table = read_tables([source], targets=["label"])
     assert [x.tolist() for x in table.sequences] == [[[1], [2]], [[3], [4.5]]]
     assert (table.targets, table.channels, table.columns) == ([["a"], ["b"]], ["value"], ["x0", "x1"])
-    assert table.places[1].endswith("a.csv, line 3")
+    assert table.origins[1].endswith("a.csv, line 3")
     steps = read_tables([source], inputs=["x1", "x0"], steps=True)
     assert [x.tolist() for x in steps.sequences] == [[[2, 1], [4.5, 3]]]
     assert steps.channels == ["x1", "x0"]

@@ -42,7 +42,7 @@ def report_data(
     """
     layers, scores = layers_and_scores(model, torch.tensor([list(ids)], device=model.device))
     terms = [recurrence(*layer) for layer in layers]
-    heads = [_shown_heads(layer_terms) for layer_terms in terms]
+    heads = [_select_heads(layer_terms) for layer_terms in terms]
     count = max(1, sum(map(len, heads)))
     side = max(16, math.isqrt(2 * _IMAGE_BYTES // count))
     rows = max(4, _IMAGE_BYTES // 2 // (count * len(ids)))
@@ -112,7 +112,7 @@ def _has_channels(terms: Recurrence) -> bool:
     return terms.v.shape[4] == 1
 
 
-def _shown_heads(terms: Recurrence) -> list[int]:
+def _select_heads(terms: Recurrence) -> list[int]:
     """Return all heads; of single channels a few, from the one that forgets first to the one that forgets last."""
     if not _has_channels(terms):
         return list(range(terms.v.shape[3]))

@@ -136,20 +136,20 @@ class Progress:
     def __init__(self, total: int) -> None:
         """Start at 0 of `total`; a total of 0 is unknown and shows no bar."""
         self._total = max(1, total)
-        self._shown = -1
+        self._shown_percent = -1
         self._visible = sys.stderr.isatty() and total > 0
 
     def at(self, done: int, note: str = "") -> None:
         """Show how much is done."""
         percent = min(100, 100 * done // self._total)
-        if self._visible and percent != self._shown:
-            self._shown = percent
+        if self._visible and percent != self._shown_percent:
+            self._shown_percent = percent
             bar = "#" * (percent * 30 // 100)
             print(f"\r[{bar:<30}] {percent:3d} % {note}", end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """End the line."""
-        if self._visible and self._shown >= 0:
+        if self._visible and self._shown_percent >= 0:
             print(file=sys.stderr)
 
 

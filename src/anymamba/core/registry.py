@@ -127,7 +127,7 @@ def select_kernel(operator: str, *inputs: Any) -> tuple[Implementation | None, s
 @contextmanager
 def kernels_off() -> Iterator[None]:
     """Run the portable implementations in this context, as on a machine without compiled kernels."""
-    with _switched("kernels_off"):
+    with _switch_on("kernels_off"):
         yield
 
 
@@ -138,12 +138,12 @@ def portable() -> Iterator[None]:
     For tracers and transforms that know no others: `torch.onnx.export`, `torch.func`, forward-mode and second
     derivatives. It is a process-wide switch, and slower and larger than what it replaces.
     """
-    with _switched("portable"):
+    with _switch_on("portable"):
         yield
 
 
 @contextmanager
-def _switched(name: str) -> Iterator[None]:
+def _switch_on(name: str) -> Iterator[None]:
     before = getattr(_Switches, name)
     setattr(_Switches, name, True)
     try:

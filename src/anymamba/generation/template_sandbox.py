@@ -114,19 +114,19 @@ class TemplateRenderer:
         return f"it ended the process that it ran in (exit code {code}): too much time or memory"
 
 
-_shared = TemplateRenderer()
+_process_renderer = TemplateRenderer()
 
 
 def shared_renderer() -> TemplateRenderer:
     """Return the renderer that all threads of this process share."""
-    return _shared
+    return _process_renderer
 
 
-def _replace_shared() -> None:
-    global _shared
-    _shared = TemplateRenderer()
+def _replace_renderer() -> None:
+    global _process_renderer
+    _process_renderer = TemplateRenderer()
 
 
-atexit.register(lambda: _shared.close())
+atexit.register(lambda: _process_renderer.close())
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_replace_shared)  # the renderer belongs to the parent
+    os.register_at_fork(after_in_child=_replace_renderer)  # the renderer belongs to the parent

@@ -82,7 +82,7 @@ def _definition(
 ) -> tuple[Tensor, Tensor]:
     window_zwv, w = window.transpose(1, 2), window.shape[2]
     if cu_seqlens is not None:
-        return _packed(x, window_zwv, weight, bias, cu_seqlens)
+        return _convolve_packed(x, window_zwv, weight, bias, cu_seqlens)
     s_bxv = torch.cat([window_zwv, x], dim=1)
     if lengths is None:
         new_window_bwv = s_bxv[:, s_bxv.shape[1] - w :]
@@ -102,7 +102,7 @@ def _convolve(s_bxv: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.silu(pre_btv if bias is None else pre_btv + bias.to(acc_dtype)).to(s_bxv.dtype)
 
 
-def _packed(
+def _convolve_packed(
     x_1tv: Tensor, window_zwv: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Put every sequence after its own window, one after another, and convolve all of them at once."""

@@ -150,12 +150,12 @@ def open_run(directory: Path, overrides: Mapping[str, Any], report: Report, worl
     world = world or World()
     if _is_tabular_run(directory):
         world.run_checked(world.require_single_process)
-        tabular_run = reopen(directory, TabularConfig, lambda config: config.replaced(overrides), report)
+        tabular_run = reopen(directory, TabularConfig, lambda config: config.with_overrides(overrides), report)
         return Trainer(make_task(tabular_run.config, report), directory, tabular_run, report)
     alternative = f"; to start another run from its weights: anymamba train --model.init {directory} --out DIR"
     report_once: Report = report if world.is_main else lambda _: None
     reopened = reopen(
-        directory, TrainingConfig, lambda config: config.replaced(overrides), report_once, alternative, world
+        directory, TrainingConfig, lambda config: config.with_overrides(overrides), report_once, alternative, world
     )
 
     def open_task() -> LanguageTask:

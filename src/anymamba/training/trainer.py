@@ -351,7 +351,7 @@ class Trainer(Generic[T]):
 
     def _evaluate(self, display: ProgressDisplay) -> dict[str, float]:
         """Evaluate the model, show the result, and return its values by name."""
-        display.evaluating()
+        display.begin_evaluation()
         self.model.eval()  # without dropout
         self.evaluation = evaluation = self.task.evaluate(self.model, self.step, self._dtype)
         self.model.train()

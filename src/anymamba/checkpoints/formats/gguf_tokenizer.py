@@ -62,7 +62,9 @@ def _tokenizer(where: str, kind: str, tokens: list[str], field: Callable[..., An
             received = "no scores" if scores is None else f"{len(scores)}"
             raise ValueError(f"{where}: expected a score for each of the {len(tokens)} tokens, got {received}")
         unknown = field("tokenizer.ggml.unknown_token_id", 0)
-        parts = _scored_tokens(tokens, kinds, scores, unknown, bool(field("tokenizer.ggml.add_space_prefix", True)))
+        parts = _describe_scored_tokens(
+            tokens, kinds, scores, unknown, bool(field("tokenizer.ggml.add_space_prefix", True))
+        )
     elif kind == "gpt2" and (splitter := _splitter(split)) is not None:
         merges = [merge.split(" ") for merge in field("tokenizer.ggml.merges", [])]
         model: dict[str, Any] = {"type": "BPE", "vocab": _vocabulary(tokens, kinds), "merges": merges}
@@ -75,7 +77,7 @@ def _tokenizer(where: str, kind: str, tokens: list[str], field: Callable[..., An
     bos_id = field("tokenizer.ggml.bos_token_id")
     if begins_with_bos and (bos := _token(tokens, bos_id)) is not None:
         parts["post_processor"] = _prepend_token(bos, bos_id)
-    return {"version": "1.0", "added_tokens": _added(tokens, kinds), **parts}
+    return {"version": "1.0", "added_tokens": _list_added_tokens(tokens, kinds), **parts}
 
 
 def _token(tokens: list[str], token_id: Any) -> str | None:
@@ -88,13 +90,13 @@ def _splitter(name: str) -> dict[str, Any] | None:
         return _BYTES
     if name == "falcon":
         punctuation = {"type": "Punctuation", "behavior": "Contiguous"}
-        return {"type": "Sequence", "pretokenizers": [punctuation, _BYTES, _isolated("[0-9][0-9][0-9]")]}
+        return {"type": "Sequence", "pretokenizers": [punctuation, _BYTES, _isolate("[0-9][0-9][0-9]")]}
     if name in _LIKE_LLAMA3:
-        return {"type": "Sequence", "pretokenizers": [_isolated(_GROUPS_OF_LLAMA3), {**_BYTES, "use_regex": False}]}
+        return {"type": "Sequence", "pretokenizers": [_isolate(_GROUPS_OF_LLAMA3), {**_BYTES, "use_regex": False}]}
     return None
 
 
-def _isolated(expression: str) -> dict[str, Any]:
+def _isolate(expression: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
 
 
@@ -110,7 +112,7 @@ def _prepend_token(token: str, token_id: int) -> dict[str, Any]:
     }
 
 
-def _added(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
+def _list_added_tokens(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
     """Return the tokens that are recognized in a text before it is split."""
     return [
         {"id": i, "content": token, "special": kind != _USER_DEFINED, "normalized": False}
@@ -124,7 +126,7 @@ def _vocabulary(tokens: list[str], kinds: list[int]) -> dict[str, int]:
     return {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED}
 
 
-def _scored_tokens(
+def _describe_scored_tokens(
     tokens: list[str], kinds: list[int], scores: list[float], unknown: int, prefixed: bool
 ) -> dict[str, Any]:
     """Return tokens with scores as byte pairs: a pair's rank is the score of what it makes."""

@@ -56,7 +56,7 @@ class AcceleratedMamba1(AcceleratedMixer):
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         options: dict[str, Any] = {"lengths": layout.lengths, "cu_seqlens": layout.cu_seqlens}
         x_bti, window = causal_conv(x_bti, start.window.to(x_bti.dtype), weight, bias, **options)
-        dt_bti, b_btn, c_btn = self._selected(x_bti)
+        dt_bti, b_btn, c_btn = self._project_dt_b_c(x_bti)
         if layout.lengths is not None:
             padded_bt = torch.arange(x_bti.shape[1], device=x.device) >= layout.lengths.unsqueeze(1)
             dt_bti = dt_bti.masked_fill(padded_bt.unsqueeze(-1), -math.inf)
@@ -73,7 +73,7 @@ class AcceleratedMamba1(AcceleratedMixer):
         )
         return apply_linear(self.out_proj, y_bti), LayerState(window, state)
 
-    def _selected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_dt_b_c(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return dt before its softplus (b, t, i), in the dtype of the state, B (b, t, n) and C (b, t, n)."""
         n, kind = self.ssm_state_size, self.ARCHITECTURE.inner_norms
         parts: list[Tensor] = list(apply_linear(self.x_proj, x).split([self.time_step_rank, n, n], dim=-1))
@@ -163,9 +163,9 @@ class AcceleratedMamba2(AcceleratedMixer):
             initial_state=start.state.to(dt_bth.dtype),
             cu_seqlens=layout.cu_seqlens,
         )
-        return apply_linear(self.out_proj, self._gated(y_bthp.flatten(2), z_bti)), LayerState(window, state)
+        return apply_linear(self.out_proj, self._apply_gate(y_bthp.flatten(2), z_bti)), LayerState(window, state)
 
-    def _gated(self, y: Tensor, z: Tensor) -> Tensor:
+    def _apply_gate(self, y: Tensor, z: Tensor) -> Tensor:
         if not self._has_norm():
             return y * F.silu(z)
         norm = self.norm

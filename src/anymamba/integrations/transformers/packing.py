@@ -144,7 +144,7 @@ class _CheckpointWithPacking:
         return self.checkpoint(run_with_packing, *args, **kwargs)
 
 
-def _checkpointed(model: nn.Module) -> Iterator[Any]:
+def _checkpointing_modules(model: nn.Module) -> Iterator[Any]:
     return (m for m in model.modules() if callable(m.__dict__.get("_gradient_checkpointing_func")))
 
 
@@ -166,7 +166,7 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         raise ValueError(_NOT_TRACED)
     _ACTIVE.set((*active, packing))
     if packing is not None and not active:
-        for module in _checkpointed(model):
+        for module in _checkpointing_modules(model):
             module._gradient_checkpointing_func = _CheckpointWithPacking(module._gradient_checkpointing_func, packing)
 
 
@@ -177,7 +177,7 @@ def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     active = _ACTIVE.get()
     _ACTIVE.set(active[:-1])
     if len(active) == 1:
-        for module in _checkpointed(model):
+        for module in _checkpointing_modules(model):
             if isinstance(module._gradient_checkpointing_func, _CheckpointWithPacking):
                 module._gradient_checkpointing_func = module._gradient_checkpointing_func.checkpoint
 

@@ -28,7 +28,7 @@ SCHEDULES: dict[str, _Schedule] = {
 }
 
 
-def _strided(count: Callable[[int, int, int], int]) -> _Schedule:
+def _alternate_directions(count: Callable[[int, int, int], int]) -> _Schedule:
     """Return a schedule with forward passes over the even layers and backward ones over the odd ones.
 
     `count`(u, layers, U) is the schedule of either kind.
@@ -48,8 +48,8 @@ def _symmetric(count: Callable[[int, int, int], int]) -> _Schedule:
 
 
 PAIR_SCHEDULES: dict[str, _Schedule] = {
-    "strided_cyclic": _strided(SCHEDULES["cyclic"]),
-    "strided_stretched": _strided(SCHEDULES["stretched"]),
+    "strided_cyclic": _alternate_directions(SCHEDULES["cyclic"]),
+    "strided_stretched": _alternate_directions(SCHEDULES["stretched"]),
     "symmetric_cyclic": _symmetric(SCHEDULES["cyclic"]),
     "symmetric_stretched": _symmetric(SCHEDULES["stretched"]),
 }

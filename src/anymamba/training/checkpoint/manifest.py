@@ -31,7 +31,7 @@ _TYPES = {"step": int, "tokens": int, "data": str, "solved": bool, "config": dic
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint states about a run, apart from tensors."""
+    """Everything that a checkpoint states about a run, apart from tensors."""
 
     step: int  # number of steps taken
     tokens: int  # number of tokens these steps have read

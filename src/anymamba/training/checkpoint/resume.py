@@ -108,7 +108,7 @@ def reopen(
     # 2) Compare the config to continue with to that of the run.
     old_config = config_type.from_dict(checkpoint.manifest.config, str(directory))
     config, step = change_config(old_config), checkpoint.manifest.step
-    changes, fields = old_config.changed(config), config_type.fields_by_name()
+    changes, fields = old_config.changed_fields(config), config_type.fields_by_name()
     keeps_rates = _has_rates_of(old_config.schedule, config.schedule, step)
     # 3) Reject changes of fields that would make the steps already taken wrong.
     rejected = [

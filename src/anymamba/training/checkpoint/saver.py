@@ -47,7 +47,7 @@ _SAVE_NUMBERS = itertools.count()  # of this process, for names of temporary dir
 
 
 class Part(NamedTuple):
-    """What a rank writes of a checkpoint."""
+    """Files of a checkpoint that one rank writes."""
 
     tensors: dict[str, Tensors]  # tensors by name, for each file name
     write_others: Callable[[Path], object]  # writes all other files into a directory

@@ -73,7 +73,7 @@ class RunConfig:
         """Return nested tables of every field, as `from_dict` takes them."""
         return dataclasses.asdict(self)
 
-    def replaced(self: C, overrides: Mapping[str, Any]) -> C:
+    def with_overrides(self: C, overrides: Mapping[str, Any]) -> C:
         """Return a copy with fields replaced.
 
         Args:
@@ -82,10 +82,10 @@ class RunConfig:
         Raises:
             ValueError: An unknown name, or a value that cannot work.
         """
-        return self.from_dict(self.merged(self.to_dict(), overrides), "config")
+        return self.from_dict(self.merge_overrides(self.to_dict(), overrides), "config")
 
     @classmethod
-    def merged(cls, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    def merge_overrides(cls, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
         """Return nested tables with fields replaced by values or their texts.
 
         Raises:
@@ -104,7 +104,7 @@ class RunConfig:
         """Return every value by its dotted name: "optimizer.lr"."""
         return {name: attrgetter(name)(self) for name in self.fields_by_name()}
 
-    def changed(self: C, other: C) -> dict[str, tuple[Any, Any]]:
+    def changed_fields(self: C, other: C) -> dict[str, tuple[Any, Any]]:
         """Return the fields that differ, with both values, except those that change no weight."""
         old, new, fields = self.flat(), other.flat(), self.fields_by_name()
         names = [name for name, f in fields.items() if not f.metadata["ignored_on_resume"]]
@@ -167,9 +167,10 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, Any
 
     overrides = dict(overrides or {})
     task = overrides.pop("task", values.pop("task", "language"))
+    where = str(path or "config")
     if task == "language":
-        return TrainingConfig.from_dict(values, str(path or "config")).replaced(overrides)
-    return TabularConfig.from_dict({**TabularConfig.merged(values, overrides), "task": task}, str(path or "config"))
+        return TrainingConfig.from_dict(values, where).with_overrides(overrides)
+    return TabularConfig.from_dict({**TabularConfig.merge_overrides(values, overrides), "task": task}, where)
 
 
 def _annotations(config: type[RunConfig]) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def split(documents: list[Document], fraction: float, stdin: bytes) -> tuple[lis
     total = sum(sizes.values())
     # On either side there is at least a token and its successor.
     remaining = budget = min(max(2, int(fraction * total)), total - 2)
-    order = ranked(documents)
+    order = sort_by_name_hash(documents)
     chosen: dict[Document, None] = {}
     for document in order:
         if sizes[document] <= remaining:
@@ -138,7 +138,7 @@ def line_text(line: bytes, field: str) -> bytes:
         raise ValueError(f'"{field}" has half a character ({error.reason})') from error
 
 
-def ranked(documents: list[Document]) -> list[Document]:
+def sort_by_name_hash(documents: list[Document]) -> list[Document]:
     """Return documents in the order of a hash of their names: random, and the same wherever they are stored."""
 
     def rank(document: Document) -> bytes:
@@ -150,7 +150,7 @@ def ranked(documents: list[Document]) -> list[Document]:
 def sample(documents: list[Document], stdin: bytes, max_bytes: int) -> list[bytes]:
     """Return documents in random order, up to `max_bytes` bytes of them."""
     parts: list[bytes] = []
-    for document in ranked(documents):
+    for document in sort_by_name_hash(documents):
         if max_bytes <= 0:
             break
         parts.append(document._replace(end=document.begin + min(max_bytes, document.size(stdin))).read(stdin))

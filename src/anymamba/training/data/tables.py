@@ -27,7 +27,7 @@ class Table(NamedTuple):
 
     sequences: list[np.ndarray]  # arrays (t, c) of float64, or (t,) of uint8 for texts
     targets: list[Any]  # target of each sequence, as written: a text or numbers; empty if none were asked for
-    places: list[str]  # origin of each sequence, for errors: "file.csv, line 3"
+    origins: list[str]  # origin of each sequence, for errors: "file.csv, line 3"
     channels: list[str]  # names of the numbers of a step
     columns: list[str]  # columns of a table, or field of JSON lines, that were read
     names: tuple[str, ...] = ()  # names of the sequences, if a column of a table names them; else empty
@@ -87,23 +87,23 @@ def _concatenate(parts: list[Table], sources: Sequence[str]) -> Table:
     return Table(
         [x for part in parts for x in part.sequences],
         [x for part in parts for x in part.targets],
-        [x for part in parts for x in part.places],
+        [x for part in parts for x in part.origins],
         first.channels,
         first.columns,
         tuple(x for part in parts for x in part.names),
     )
 
 
-def parse_number(place: str, name: str, text: Any, hint: str = "", *, allow_bool: bool = False) -> float:
+def parse_number(origin: str, name: str, text: Any, hint: str = "", *, allow_bool: bool = False) -> float:
     """Return a finite number; with `allow_bool`, True is 1 and False is 0."""
     try:
         if isinstance(text, bool) and not allow_bool:
             raise ValueError
         value = float(text)
     except (TypeError, ValueError):
-        raise ValueError(f"{place}: {name} must be a number, got {text!r:.60}{hint if text else ''}") from None
+        raise ValueError(f"{origin}: {name} must be a number, got {text!r:.60}{hint if text else ''}") from None
     if not math.isfinite(value):
-        raise ValueError(f"{place}: {name} must be a finite number, got {text!r:.60}")
+        raise ValueError(f"{origin}: {name} must be a finite number, got {text!r:.60}")
     return value
 
 
@@ -167,19 +167,19 @@ def _csv_table(
     names = tuple(groups) if sequence else ()
     table = Table([], [], [], inputs if sequence or steps else ["value"], inputs, names)
     for members in groups.values():
-        places = [f"{path}, line {rows[r][0]}" for r in members]
+        origins = [f"{path}, line {rows[r][0]}" for r in members]
         numbers = [
-            [parse_number(place, f"column {name!r}", rows[r][1][column[name]], _TEXT_HINT) for name in inputs]
-            for place, r in zip(places, members, strict=True)
+            [parse_number(origin, f"column {name!r}", rows[r][1][column[name]], _TEXT_HINT) for name in inputs]
+            for origin, r in zip(origins, members, strict=True)
         ]
         row_targets = [[rows[r][1][column[name]] for name in targets] for r in members]
         if wrong := [k for k, other in enumerate(row_targets) if other != row_targets[0]]:
             one, other = ", ".join(row_targets[0]), ", ".join(row_targets[wrong[0]])
-            raise ValueError(f"{places[wrong[0]]}: a sequence has one target, expected {one}, got {other}")
+            raise ValueError(f"{origins[wrong[0]]}: a sequence has one target, expected {one}, got {other}")
         array = np.array(numbers, dtype=np.float64)
         table.sequences.append(array if sequence or steps else array.reshape(-1, 1))
         table.targets.append(row_targets[0])
-        table.places.append(places[0])
+        table.origins.append(origins[0])
     return table
 
 
@@ -187,37 +187,37 @@ def _read_lines(path: Path, targets: list[str], inputs: list[str]) -> Table:
     if len(inputs) > 1:
         raise ValueError(f"{path}: data.inputs must name one field of JSON lines, got {' '.join(inputs)}")
     sequences, target_values = list[np.ndarray](), list[Any]()
-    places, read_fields = list[str](), list[str]()
+    origins, read_fields = list[str](), list[str]()
     content = path.read_bytes()
     for number, line in enumerate(content.split(b"\n"), 1):
         if not line.strip():
             continue
-        place = f"{path}, line {number}"
+        origin = f"{path}, line {number}"
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{place}: not readable JSON ({error})") from error
+            raise ValueError(f"{origin}: not readable JSON ({error})") from error
         if not isinstance(value, dict):
-            raise ValueError(f"{place}: expected an object, got {type(value).__name__}")
+            raise ValueError(f"{origin}: expected an object, got {type(value).__name__}")
         for name in [*targets, *inputs]:
             if name not in value:
-                raise ValueError(f"{place}: no field {name!r}; there are {', '.join(value)}")
+                raise ValueError(f"{origin}: no field {name!r}; there are {', '.join(value)}")
         read_fields = inputs or [name for name in value if name not in targets]
         if len(read_fields) != 1:
             raise ValueError(
-                f"{place}: data.inputs must name the field to read: {', '.join(read_fields) or 'there is none'}"
+                f"{origin}: data.inputs must name the field to read: {', '.join(read_fields) or 'there is none'}"
             )
-        sequences.append(_sequence(place, read_fields[0], value[read_fields[0]]))
+        sequences.append(_sequence(origin, read_fields[0], value[read_fields[0]]))
         target_values.append([x for name in targets for x in _as_list(value[name])])
-        places.append(place)
+        origins.append(origin)
         if sequences[-1].shape[1:] != sequences[0].shape[1:]:
             expected, got = _describe(sequences[0]), _describe(sequences[-1])
-            raise ValueError(f"{place}: expected {expected}, as {places[0].rpartition(', ')[2]} has, got {got}")
+            raise ValueError(f"{origin}: expected {expected}, as {origins[0].rpartition(', ')[2]} has, got {got}")
     width = sequences[0].shape[1] if sequences and sequences[0].ndim > 1 else 0
     return Table(
         sequences,
         target_values,
-        places,
+        origins,
         [f"channel {i}" for i in range(width)] or ["text"],
         read_fields if sequences else [],
     )
@@ -231,19 +231,19 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _sequence(place: str, name: str, value: Any) -> np.ndarray:
+def _sequence(origin: str, name: str, value: Any) -> np.ndarray:
     """Return a text as its bytes, a list of numbers as (t, 1), or a list of lists of numbers as (t, c)."""
     if isinstance(value, str):
         if not value:
-            raise ValueError(f"{place}: {name!r} must have text, got none")
+            raise ValueError(f"{origin}: {name!r} must have text, got none")
         return np.frombuffer(value.encode("utf-8", "surrogatepass"), dtype=np.uint8).copy()
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{place}: {name!r} must be a text, or a list of numbers or of lists, got {value!r:.60}")
+        raise ValueError(f"{origin}: {name!r} must be a text, or a list of numbers or of lists, got {value!r:.60}")
     steps = [x if isinstance(x, list) else [x] for x in value]
     for t, step in enumerate(steps):
         if len(step) != len(steps[0]) or not step:
-            raise ValueError(f"{place}: step {t} of {name!r} must have {len(steps[0])} numbers, got {len(step)}")
-    return np.array([[parse_number(place, f"{name!r}[{t}]", x) for x in step] for t, step in enumerate(steps)])
+            raise ValueError(f"{origin}: step {t} of {name!r} must have {len(steps[0])} numbers, got {len(step)}")
+    return np.array([[parse_number(origin, f"{name!r}[{t}]", x) for x in step] for t, step in enumerate(steps)])
 
 
 def load_array(path: Path) -> np.ndarray:
@@ -284,5 +284,5 @@ def _read_array(path: Path, targets: list[str], steps: bool) -> Table:
         if loaded.ndim not in (1, 2) or len(loaded) != len(array):
             raise ValueError(f"{targets[0]}: expected {len(array)} rows, as {path} has sequences, got {loaded.shape}")
         target_values = [_as_list(x) for x in loaded.tolist()]
-    places = [f"{path}, row {i}" for i in range(len(array))]
-    return Table(list(array), target_values, places, [f"channel {i}" for i in range(array.shape[2])], [])
+    origins = [f"{path}, row {i}" for i in range(len(array))]
+    return Table(list(array), target_values, origins, [f"channel {i}" for i in range(array.shape[2])], [])

@@ -55,7 +55,7 @@ class ProgressDisplay:
         elif row.step % self._every == 0 or row.step == self._steps:
             self.report("  ".join([f"step {row.step}/{self._steps}", f"loss {row.loss:.4f}", *self._statistics(row)]))
 
-    def evaluating(self) -> None:
+    def begin_evaluation(self) -> None:
         """Show that the model is being evaluated, which may take longer than a step."""
         if self._row is None:
             return

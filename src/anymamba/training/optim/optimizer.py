@@ -99,12 +99,12 @@ def plan_table(rows: list[PlanRow]) -> str:
         name = re.sub(r"(^|\.)\d+\.", r"\1*.", row.name)
         merged.setdefault((name, row.shape, row.owner, row.decayed), []).append(row.fraction)
     lines = [("parameter", "shape", "times", "updated by", "decayed", "fraction")]
-    for (name, shape, owner, decayed), shares in merged.items():
+    for (name, shape, owner, decayed), fractions in merged.items():
         size = " x ".join(map(str, shape)) or "1"
-        lines.append((name, size, str(len(shares)), owner, "yes" if decayed else "no", f"{sum(shares):.1%}"))
+        lines.append((name, size, str(len(fractions)), owner, "yes" if decayed else "no", f"{sum(fractions):.1%}"))
     for owner in ("Muon", "AdamW"):
-        share = sum(row.fraction for row in rows if row.owner == owner)
-        lines.append(("all", "", str(sum(row.owner == owner for row in rows)), owner, "", f"{share:.1%}"))
+        fraction = sum(row.fraction for row in rows if row.owner == owner)
+        lines.append(("all", "", str(sum(row.owner == owner for row in rows)), owner, "", f"{fraction:.1%}"))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 

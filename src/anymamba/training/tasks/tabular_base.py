@@ -222,7 +222,7 @@ def split(table: Table, seed: int, fraction: float) -> tuple[list[int], list[int
     """Return the indices of the sequences to train on, and of the held-out ones."""
     count = len(table.sequences)
     if count < 2:
-        raise ValueError(f"{table.places[0]}: expected at least 2 sequences, one of them to hold out, got {count}")
+        raise ValueError(f"{table.origins[0]}: expected at least 2 sequences, one of them to hold out, got {count}")
     order = np.random.default_rng(seed).permutation(count).tolist()
     held = min(count - 1, max(1, round(fraction * count)))
     return sorted(order[held:]), sorted(order[:held])

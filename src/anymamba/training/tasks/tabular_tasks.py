@@ -29,15 +29,15 @@ class Classification(TabularTask):
 
     def prepare(self, report: Callable[[str], None]) -> None:
         """Number the classes."""
-        names = [_label(place, target) for place, target in zip(self.table.places, self.table.targets, strict=True)]
+        names = [_label(origin, target) for origin, target in zip(self.table.origins, self.table.targets, strict=True)]
         self.labels = list(self.config.data.labels) or sorted(set(names))
         number = {name: i for i, name in enumerate(self.labels)}
-        for place, name in zip(self.table.places, names, strict=True):
+        for origin, name in zip(self.table.origins, names, strict=True):
             if name not in number:
                 known = ", ".join(self.labels[:10])
-                raise ValueError(f"{place}: expected one of the labels {known}, got {name!r}")
+                raise ValueError(f"{origin}: expected one of the labels {known}, got {name!r}")
         if len(self.labels) < 2:
-            raise ValueError(f"{self.table.places[0]}: expected at least 2 classes, got {self.labels[0]!r} alone")
+            raise ValueError(f"{self.table.origins[0]}: expected at least 2 classes, got {self.labels[0]!r} alone")
         self.numbers = [number[name] for name in names]
         self.split_and_scale(report)
         (common, _), *_ = Counter(self.numbers[i] for i in self.training).most_common(1)
@@ -77,10 +77,10 @@ class Regression(TabularTask):
     def prepare(self, report: Callable[[str], None]) -> None:
         """Scale the targets."""
         rows, names = [], self.config.data.targets
-        for place, target in zip(self.table.places, self.table.targets, strict=True):
-            rows.append([parse_number(place, " ".join(names), x, allow_bool=True) for x in target])
+        for origin, target in zip(self.table.origins, self.table.targets, strict=True):
+            rows.append([parse_number(origin, " ".join(names), x, allow_bool=True) for x in target])
             if len(rows[-1]) != len(rows[0]):
-                raise ValueError(f"{place}: expected {len(rows[0])} numbers to predict, got {len(rows[-1])}")
+                raise ValueError(f"{origin}: expected {len(rows[0])} numbers to predict, got {len(rows[-1])}")
         self.split_and_scale(report)
         values = np.array(rows)
         self.target_scale = Scale.of(values[self.training], self.config.data.standardize)
@@ -114,11 +114,11 @@ class Regression(TabularTask):
         return self.make_evaluation(step, {"held_out_rmse": rmse}, f"root mean squared error {rmse:.5g}")
 
 
-def _label(place: str, target: list[Any]) -> str:
+def _label(origin: str, target: list[Any]) -> str:
     """Return the name of a class: a text as it is written; an integer of JSON or of an array without decimals."""
     if len(target) != 1 or isinstance(target[0], list | dict) or target[0] is None or target[0] == "":
         raise ValueError(
-            f"{place}: expected a class, a text or a number, got {target if len(target) != 1 else target[0]!r}"
+            f"{origin}: expected a class, a text or a number, got {target if len(target) != 1 else target[0]!r}"
         )
     value = target[0]
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
@@ -136,13 +136,13 @@ class MaskedLanguage(TabularTask):
     def prepare(self, report: Callable[[str], None]) -> None:
         """Cut texts into chunks."""
         if not self.table.is_text:
-            raise ValueError(f"{self.table.places[0]}: masked-lm reads texts, a field of JSON lines, got numbers")
-        length, places, chunks = self.config.batch.length, list[str](), list[np.ndarray]()
-        for place, x in zip(self.table.places, self.table.sequences, strict=True):
+            raise ValueError(f"{self.table.origins[0]}: masked-lm reads texts, a field of JSON lines, got numbers")
+        length, origins, chunks = self.config.batch.length, list[str](), list[np.ndarray]()
+        for origin, x in zip(self.table.origins, self.table.sequences, strict=True):
             cut = [x[i : i + length] for i in range(0, len(x), length)]
             chunks += cut
-            places += [place] * len(cut)
-        self.table = self.table._replace(sequences=chunks, places=places, targets=[[]] * len(chunks))
+            origins += [origin] * len(cut)
+        self.table = self.table._replace(sequences=chunks, origins=origins, targets=[[]] * len(chunks))
         self.split_and_scale(report)
         counts = np.bincount(np.concatenate([chunks[i] for i in self.training]), minlength=256) + 1.0
         bits = -np.log2(counts / counts.sum())
@@ -190,12 +190,12 @@ class NextValue(TabularTask):
         """Cut off the end of each series."""
         c = self.config
         if self.table.is_text:
-            raise ValueError(f"{self.table.places[0]}: next-value reads numbers, got a text")
+            raise ValueError(f"{self.table.origins[0]}: next-value reads numbers, got a text")
         self.cuts = []
-        for place, x in zip(self.table.places, self.table.sequences, strict=True):
+        for origin, x in zip(self.table.origins, self.table.sequences, strict=True):
             held = max(1, round(c.data.held_out * len(x)))
             if len(x) - held < 2:
-                raise ValueError(f"{place}: expected a series of at least 3 values, got {len(x)}")
+                raise ValueError(f"{origin}: expected a series of at least 3 values, got {len(x)}")
             self.cuts.append(len(x) - held)
         known = [x[:cut] for x, cut in zip(self.table.sequences, self.cuts, strict=True)]
         self.scale = Scale.of(np.concatenate(known), c.data.standardize)

@@ -144,9 +144,9 @@ def first_non_finite(
             if x.requires_grad:
                 x.register_hook(partial(check_gradient, f"the gradient at the output of {name}"))
 
-    def check_gradient(place: str, gradient: Tensor | None) -> None:
+    def check_gradient(location: str, gradient: Tensor | None) -> None:
         if gradient is not None and not torch.isfinite(gradient).all():
-            seen.append(place)
+            seen.append(location)
 
     bad_parameters = [
         name for name, parameter in model.named_parameters() if not torch.isfinite(local(parameter)).all()
