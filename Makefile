@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-kills test-transformers test-versions release asan tsan fuzz soak lint format bench figures site clean
+.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-kills test-transformers test-versions test-triton test-triton-quick compile-triton release asan tsan fuzz soak lint format bench figures site clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard $(addprefix src/anymamba/kernels/cpu/csrc/,*.h *.cpp */*.h)) src/anymamba/kernels/cpu/schema.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -46,6 +46,20 @@ test-processors: $(VENV)/.installed
 
 test-processors-quick: $(VENV)/.installed
 	$(BIN)/python -m tests.processors --quick
+
+# The GPU kernels, interpreted on the CPU: their own tests, and those of the operators and blocks, which then run on
+# them. The quick part takes about a minute.
+INTERPRETED := TRITON_INTERPRET=1 ANYMAMBA_KERNELS=triton $(BIN)/python -m pytest -p no:cacheprovider
+test-triton: $(VENV)/.installed
+	$(INTERPRETED) tests/kernels/triton tests/scan tests/ops tests/blocks
+
+test-triton-quick: $(VENV)/.installed
+	$(INTERPRETED) tests/kernels/triton
+	$(BIN)/python -m tests.kernels.triton.compile_check --quick
+
+# Compiles the GPU kernels for nine architectures, with no GPU, and lists registers, spills and shared memory.
+compile-triton: $(VENV)/.installed
+	$(BIN)/python -m tests.kernels.triton.compile_check
 
 # On an emulated Arm processor. Needs root and Debian's apt; about 20 minutes a directory. TESTS names some of them.
 test-arm:

@@ -107,7 +107,7 @@ def cases(name):
 
 def leaves(name, inputs):
     """Return the inputs, of which those that are differentiable require gradients."""
-    count = OPERATORS[name]._differentiable
+    count = OPERATORS[name].differentiable
     return [x.clone().requires_grad_() if i < count and x is not None else x for i, x in enumerate(inputs)]
 
 

@@ -67,7 +67,7 @@ class Operator:
         self._may_be_infinite = may_be_infinite
         self._algorithm = self.names.index("algorithm") if "algorithm" in self.names else None
         self._outputs = len(self.results)
-        self._differentiable = differentiable
+        self.differentiable = differentiable
         self._node = torch.library.custom_op(
             f"anymamba::{name}", self._run_node, mutates_args=(), schema=_schema(inputs, self._outputs)
         )
@@ -140,8 +140,8 @@ class Operator:
         implementation = self.choose(inputs)
         if implementation.backward is not None:
             return implementation.backward(*arguments)
-        grads = gradients(implementation.forward, cotangents, inputs, self._differentiable)
-        return grads if self._differentiable > 1 else grads[0]
+        grads = gradients(implementation.forward, cotangents, inputs, self.differentiable)
+        return grads if self.differentiable > 1 else grads[0]
 
     def _fake_outputs(self, *inputs: Any) -> Any:
         self._check_no_onnx()
@@ -150,16 +150,16 @@ class Operator:
     def _fake_backward(self, *arguments: Any) -> Any:
         grads = tuple(
             arguments[0].new_empty(0) if x is None else allocate_like(x)[0]
-            for x in arguments[self._outputs : self._outputs + self._differentiable]
+            for x in arguments[self._outputs : self._outputs + self.differentiable]
         )
-        return grads if self._differentiable > 1 else grads[0]
+        return grads if self.differentiable > 1 else grads[0]
 
     def _differentiate(self, ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
         inputs = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
         grads = _as_tuple(self._backward_node(*cotangents, *inputs))
         input_grads = [None if x is None else grad for x, grad in zip(inputs, grads, strict=False)]
-        return (*input_grads, *(None for _ in inputs[self._differentiable :]))
+        return (*input_grads, *(None for _ in inputs[self.differentiable :]))
 
     def _reject_second_order(self, *_: Any) -> None:
         raise RuntimeError(

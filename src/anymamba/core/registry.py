@@ -1,6 +1,6 @@
 """Which implementation computes an operator: several may be registered for a device type, in order of preference.
 
-A package of kernels (`kernels/cpu`, later `kernels/triton`) registers what it implements when it is imported:
+A package of kernels (`kernels/cpu`, `kernels/triton`) registers what it implements when it is imported:
 
     register_library("cpu", describe)                    # its name, and a line about its state on this machine
     register("causal_conv", "cpu", Implementation(forward, backward, missing), library="cpu")
@@ -86,6 +86,11 @@ def check_request() -> None:
     if (requested := _Switches.requested) not in ("", "on", "off", *_LIBRARIES):
         raise ValueError(f"ANYMAMBA_KERNELS must be one of on, off, {', '.join(_LIBRARIES)}, got {requested!r}")
     _Switches.is_checked = True
+
+
+def requested_library() -> str:
+    """Return the value of ANYMAMBA_KERNELS: the name of a library, on, off, or nothing."""
+    return _Switches.requested
 
 
 def reason_off() -> str:

@@ -9,6 +9,7 @@ Reading order:
 1. `step_description.py`: the device-neutral description of one decode step, which modules fill in.
 2. `compiled_step.py`: whether a compiled step may run, and the table of compiled steps.
 3. `cpu/`: the C++ kernels, and the compiler that turns a description into a table of C structures.
+4. `triton/`: the operators on a GPU, for NVIDIA and AMD.
 
 One token through a block, `Mamba2.step(x, cache)` without gradients:
 
@@ -27,3 +28,4 @@ here. An implementation that is not complete says so in its `missing`, and the n
 from anymamba.core.registry import describe_kernels as describe_kernels
 from anymamba.core.registry import missing_kernel as missing_kernel
 from anymamba.kernels import cpu as _cpu  # noqa: F401  registers its operators
+from anymamba.kernels import triton as _triton  # noqa: F401  registers its operators, and imports them when one is used
