@@ -59,9 +59,9 @@ class Leaky(Block):
 
     def mix(self, x, cache, *, path, lengths, cu_seqlens):
         v = self.in_proj(x)
-        decay = torch.full(v.shape, -self.config.rate, dtype=cache.mean.dtype)
+        decay = torch.full(v.shape, -self.config.rate, dtype=cache.mean.dtype, device=x.device)
         if lengths is not None:
-            real = (torch.arange(x.shape[1]) < lengths.unsqueeze(1)).unsqueeze(-1)
+            real = (torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)).unsqueeze(-1)
             v, decay = v * real, decay * real
         ones = torch.ones_like(v[:, :, None, :1, None])
         v = v[:, :, None, :, None]

@@ -61,10 +61,13 @@ def _forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, needs_dhidden: bool, needs_dweight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return nats, and its gradients with respect to hidden states and weight, empty where not needed."""
-    # 1) Allocate the results, and leave out ignored labels.
+    # 1) Allocate the results. Leave out ignored labels on a CPU; other devices, which would have to report their number
+    # to the host, compute and clear them.
     nats, dhidden, dweight = _fake(hidden, weight, targets, needs_dhidden, needs_dweight)
     is_target_m = targets != IGNORED_LABEL
-    rows_md, targets_m = hidden[is_target_m], targets[is_target_m].long()
+    kept = is_target_m if hidden.is_cpu else slice(None)
+    rows_md, ignored_m1 = hidden[kept], ~is_target_m[kept].unsqueeze(1)
+    targets_m = targets[kept].long().masked_fill(ignored_m1.squeeze(1), 0)
     weight_vd, drows_md = weight.to(hidden.dtype), torch.empty_like(rows_md if needs_dhidden else dhidden)
     nats.zero_()
     dweight.zero_()
@@ -77,12 +80,14 @@ def _forward(
         logits_mv = linear(rows_md[part], weight_vd).to(nats.dtype)
         log_p_mv = torch.log_softmax(logits_mv, -1)
         del logits_mv
-        nats -= log_p_mv.gather(1, index_m1).sum()
+        nats -= log_p_mv.gather(1, index_m1).masked_fill_(ignored_m1[part], 0).sum()
         if not needs_dhidden and not needs_dweight:
             continue
         # 4) Its gradients: softmax(l) - e[target], in the memory of the logits.
         minus_one = log_p_mv.new_full((), -1.0).expand_as(index_m1)
         dl_mv = log_p_mv.exp_().scatter_add_(1, index_m1, minus_one).to(hidden.dtype)
+        if not hidden.is_cpu:
+            dl_mv.masked_fill_(ignored_m1[part], 0)
         if needs_dhidden:
             drows_md[part] = linear(dl_mv, weight_vd.T)
         if needs_dweight and parts == 1:
@@ -92,7 +97,7 @@ def _forward(
         elif needs_dweight:
             dweight += dl_mv.T @ rows_md[part]
     if needs_dhidden:
-        dhidden.zero_()[is_target_m] = drows_md
+        dhidden.zero_()[kept] = drows_md
     return nats, dhidden, dweight
 
 

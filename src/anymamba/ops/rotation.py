@@ -111,7 +111,7 @@ def identity_rotation(
 
 
 def _identity_quaternion(like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=dtype, device=like.device)
+    return F.pad(like.new_ones(1, dtype=dtype), (0, 3))
 
 
 def _step_quaternions(angular_rate: Tensor, dt: Tensor, num_rotations: int) -> Tensor:

@@ -8,7 +8,8 @@ They are a package of their own because every model is parameters around one of 
 3. `recurrent.py`: the definition, which every algorithm is compared with.
 4. `chunking.py`: how time is cut into chunks, and how decays between steps are computed exactly.
 5. `minimal.py`, `serial.py`: masks and matmuls, and the five stages K1–K5, differentiated by autograd.
-6. `serial_recalculated.py`: one chunk at a time, with a backward derived by hand.
+6. `serial_recalculated.py`: one chunk at a time, with a backward derived by hand; `segments.py`: the same for devices
+   other than a CPU, many chunks at once.
 7. `ssd.py`, `mamba3_scan.py`: Mamba-2's and Mamba-3's forms of the scan.
 8. `selective_scan.py`: Mamba-1's recurrence.
 

@@ -41,8 +41,8 @@ class SsdPath:
     - `recurrent`: one step after the other. The definition itself, slow on long inputs.
     - `minimal`: segment-sum masks and batched matmuls, backward by autograd. Quadratic in the number of chunks.
     - `serial`: five batched stages with a loop over chunks for the state, backward by autograd.
-    - `serial_recalculated`: one chunk at a time; the backward is derived by hand, keeps the inputs only and recomputes
-      the rest.
+    - `serial_recalculated`: one chunk at a time, or on devices other than a CPU, as many chunks at once as 1 GiB holds;
+      the backward is derived by hand, keeps the inputs only and recomputes the rest.
     - `fused`: `serial_recalculated` in the compiled kernels, if there are any for the device and dtype.
 
     Without a chunk length, the scan chooses one when it runs that suits the algorithm, the sizes and the device. Any

@@ -17,7 +17,7 @@ from anymamba.core.checks import (
 from anymamba.core.dtypes import without_autocast
 from anymamba.core.operators import Operator, allocate_like, is_tracing
 from anymamba.core.registry import Implementation
-from anymamba.scan import serial_recalculated
+from anymamba.scan import segments, serial_recalculated
 from anymamba.scan.minimal import scan_minimal
 from anymamba.scan.path import SsdPath
 from anymamba.scan.recurrent import scan_recurrent
@@ -91,11 +91,19 @@ def fastest(v: Tensor, *_: Any) -> str:
     return "recurrent" if v.shape[1] == 1 else "serial_recalculated"
 
 
+def _recalculated_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    return (serial_recalculated if inputs[0].is_cpu else segments).forward(*inputs)
+
+
+def _recalculated_backward(dy: Tensor, dfinal_state: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return (serial_recalculated if inputs[0].is_cpu else segments).backward(dy, dfinal_state, *inputs)
+
+
 _ALGORITHMS = {
     "recurrent": Implementation(scan_recurrent),
     "minimal": Implementation(scan_minimal),
     "serial": Implementation(scan_serial),
-    "serial_recalculated": Implementation(serial_recalculated.forward, serial_recalculated.backward),
+    "serial_recalculated": Implementation(_recalculated_forward, _recalculated_backward),
 }
 
 

@@ -169,14 +169,50 @@ class _Block(NamedTuple):
         size = F.softplus(raw)
         a = decay_factor(size.unsqueeze(-1) * rates, rates.dtype)
         h = (size * x).unsqueeze(-1) * b.unsqueeze(2)
-        for i in range(h.shape[1]):
-            state = h[:, i].addcmul_(a[:, i], state)
+        _run_recurrence(a, h, state)
         return _Block(raw, size, x, a, b, c, h)
 
     def read(self, skip: Tensor | None) -> Tensor:
         """Return y before its gate, (b, l, i)."""
         y = (self.h @ self.c.unsqueeze(-1)).squeeze(-1)
         return y if skip is None else y.addcmul_(skip.to(y.dtype), self.x)
+
+
+def _run_recurrence(a_blin: Tensor, h_blin: Tensor, state_bin: Tensor) -> None:
+    """Turn the additions in `h` into states, `h_t += a_t h_{t-1}`, in place.
+
+    A CPU goes step by step. Other devices, where a launch costs more than a step, run √l groups of √l steps at once,
+    from zeros, and then add what enters each group: 3 √l launches instead of l.
+    """
+    steps, first = h_blin.shape[1], 0
+    if not h_blin.is_cpu and (width := math.isqrt(steps)) > 1:
+        first = steps // width * width
+        groups_bclin = h_blin[:, :first].unflatten(1, (-1, width))
+        decays_bclin = a_blin[:, :first].unflatten(1, (-1, width)).clone()
+        for i in range(1, width):
+            groups_bclin[:, :, i].addcmul_(decays_bclin[:, :, i], groups_bclin[:, :, i - 1])
+            decays_bclin[:, :, i] *= decays_bclin[:, :, i - 1]
+        for c in range(steps // width):
+            state_bin = groups_bclin[:, c].addcmul_(decays_bclin[:, c], state_bin.unsqueeze(1))[:, -1]
+    for i in range(first, steps):
+        state_bin = h_blin[:, i].addcmul_(a_blin[:, i], state_bin)
+
+
+def _run_recurrence_backwards(a_blin: Tensor, g_blin: Tensor, carry_bin: Tensor) -> tuple[Tensor, Tensor]:
+    """Add to `g_t` what the later steps pass back, `a_{t+1} g_{t+1}`; return it, and what the first step passes on.
+
+    `carry` is what the last step receives. The memory of `g` may be reused.
+    """
+    if g_blin.is_cpu:
+        for i in reversed(range(g_blin.shape[1])):
+            g_blin[:, i] += carry_bin
+            carry_bin = g_blin[:, i] * a_blin[:, i]
+        return g_blin, carry_bin
+    next_a_blin = torch.cat([a_blin[:, 1:], torch.ones_like(a_blin[:, :1])], 1)
+    reversed_blin = g_blin.flip(1)
+    _run_recurrence(next_a_blin.flip(1), reversed_blin, carry_bin)
+    g_blin = reversed_blin.flip(1)
+    return g_blin, g_blin[:, 0] * a_blin[:, 0]
 
 
 def _blocks(x: Tensor, span: Span, n: int, chunk_len: int | None, min_len: int = 1) -> list[slice]:
@@ -226,9 +262,7 @@ def _backward(dy: Tensor, dfinal: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
                 grad = grad * F.silu(gate)
             # 4) g, step by step; nothing but this depends on the order of time.
             g = grad.unsqueeze(-1) * block.c.unsqueeze(2)
-            for i in reversed(range(g.shape[1])):
-                g[:, i] += carry
-                carry = g[:, i] * block.a[:, i]
+            g, carry = _run_recurrence_backwards(block.a, g, carry)
             # 5) From g to the inputs of all steps of the block.
             dc[:, steps] = (grad.unsqueeze(2) @ block.h).squeeze(2)
             scaled = block.size * block.x

@@ -1,6 +1,7 @@
 """The scan one chunk at a time, with a backward derived by hand that keeps the inputs only.
 
-Forward and backward walk over the chunks and hold one chunk's l×l blocks at a time. The backward first recomputes the
+Forward and backward walk over the chunks and hold one chunk's l×l blocks at a time, so that they stay in a CPU's cache;
+`segments.py` has the same computation for other devices, many chunks at once. The backward first recomputes the
 states that enter the chunks, then walks from the last chunk to the first with `G`, the gradient of the state that
 leaves the chunk. With `U = exp(Lam) dy`, `M` the decay between steps, `W = scores ∘ M` and `rho = exp(Lam_end - Lam)`:
 
@@ -35,7 +36,7 @@ from anymamba.scan.recurrent import ScanInputs
 from anymamba.scan.serial import fuse_ranks
 
 
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
     """One chunk in the state's dtype, with its decays."""
 
     v_bihp: Tensor
@@ -47,7 +48,8 @@ class _Chunk(NamedTuple):
     kept_bh11: Tensor
 
     @staticmethod
-    def cut(v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, time: slice) -> _Chunk:
+    def cut(v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, time: slice) -> Chunk:
+        """Cut a chunk out of the inputs of a scan."""
         dtype, rank = state_dtype(v.dtype), v.shape[2]
         lam_bhl = cumulative_decay(log_decay[:, time].transpose(1, 2), -1)
         end_bh1 = lam_bhl[..., -1:]
@@ -56,7 +58,7 @@ class _Chunk(NamedTuple):
         if rank > 1:
             from_start_blh = from_start_blh.repeat_interleave(rank, dim=1)
             to_end_blh = to_end_blh.repeat_interleave(rank, dim=1)
-        return _Chunk(
+        return Chunk(
             v[:, time].to(dtype).flatten(1, 2),
             k[:, time].to(dtype).flatten(1, 2).transpose(1, 2),
             q[:, time].to(dtype).flatten(1, 2).transpose(1, 2),
@@ -68,6 +70,7 @@ class _Chunk(NamedTuple):
 
     @property
     def rank(self) -> int:
+        """Return the MIMO rank."""
         return self.v_bihp.shape[1] // self.lam_bhl.shape[2]
 
     @property
@@ -111,14 +114,21 @@ class _Chunk(NamedTuple):
         """Return `scores ∘ x`, the scores of a group applied to each of its heads, (b, h, i, i)."""
         return (x_bhii.unflatten(1, self.groups) * scores_bgii.unsqueeze(2)).flatten(1, 2)
 
+    def added_state(self) -> Tensor:
+        """Return what the chunk alone adds to the state at its end, (b, g, m, n)."""
+        return self.by_group(self.v_bihp * self.to_end_bih1).transpose(-1, -2) @ self.k_bgin
+
     def next_state(self, state_bhpn: Tensor) -> Tensor:
         """Return the state after the chunk, from the one before it."""
-        added_bgmn = self.by_group(self.v_bihp * self.to_end_bih1).transpose(-1, -2) @ self.k_bgin
-        return torch.addcmul(added_bgmn.reshape(state_bhpn.shape), self.kept_bh11, state_bhpn)
+        return torch.addcmul(self.added_state().reshape(state_bhpn.shape), self.kept_bh11, state_bhpn)
 
     def read(self, state_bhpn: Tensor) -> Tensor:
         """Read the entering state with each query, before its decay, (b, i, h, p)."""
         return self.by_head(self.q_bgin @ self.state_by_group(state_bhpn).transpose(-1, -2))
+
+    def read_state_grad(self, dy_bihp: Tensor) -> Tensor:
+        """Return the gradient of the entering state from the outputs that read it, `Uᵀ q`, (b, g, m, n)."""
+        return self.by_group(dy_bihp * self.from_start_bih1).transpose(-1, -2) @ self.q_bgin
 
     def outputs(self, state_bhpn: Tensor) -> Tensor:
         """Return the outputs, (b, i, h, p)."""
@@ -126,7 +136,7 @@ class _Chunk(NamedTuple):
         return (self.read(state_bhpn) * self.from_start_bih1).add_(y_diag_bhip.transpose(1, 2))
 
 
-class _ChunkGrads(NamedTuple):
+class ChunkGrads(NamedTuple):
     """Gradients of one chunk's inputs and of the state that enters it."""
 
     dv_bihp: Tensor
@@ -136,7 +146,7 @@ class _ChunkGrads(NamedTuple):
     dstate_bhpn: Tensor
 
 
-def _chunk_backward(chunk: _Chunk, state_bhpn: Tensor, dy_bihp: Tensor, g_bhpn: Tensor) -> _ChunkGrads:
+def compute_chunk_grads(chunk: Chunk, state_bhpn: Tensor, dy_bihp: Tensor, g_bhpn: Tensor) -> ChunkGrads:
     """Compute the formulas at the top of this file for one chunk, from `G` of the state that leaves it."""
     g_bgmn, h_bgmn = chunk.state_by_group(g_bhpn), chunk.state_by_group(state_bhpn)
 
@@ -164,7 +174,7 @@ def _chunk_backward(chunk: _Chunk, state_bhpn: Tensor, dy_bihp: Tensor, g_bhpn: 
     out_after_bhl = out_bhl.flip(-1).cumsum(-1).flip(-1)
     in_before_bhl = F.pad(in_bhl[..., :-1], (1, 0)).cumsum(-1)
     # 5) Add up what each input has received.
-    return _ChunkGrads(
+    return ChunkGrads(
         dv_bihp=dv_in_bihp.add_((w_bhii.transpose(-1, -2) @ dy_bihp.transpose(1, 2)).transpose(1, 2)),
         dk_bgin=dscores_bgii.transpose(-1, -2) @ chunk.q_bgin + dk_in_bgin,
         dq_bgin=dscores_bgii @ chunk.k_bgin + u_bgim @ h_bgmn,
@@ -190,7 +200,7 @@ def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     states, length = initial_state.clone(), resolve_chunk_len(v, k, chunk_len)
     for span in sequence_spans(v.shape[1], cu_seqlens):
         for time in split_span(span, length):
-            chunk = _Chunk.cut(v, k, q, log_decay, time)
+            chunk = Chunk.cut(v, k, q, log_decay, time)
             y[:, time] = chunk.by_step(chunk.outputs(states[span.rows]))
             states[span.rows] = chunk.next_state(states[span.rows])
     return y, states
@@ -205,12 +215,12 @@ def backward(dy: Tensor, dfinal_state: Tensor, *inputs: Any) -> tuple[Tensor, Te
         # 1) Recompute the states that enter the chunks.
         times, entering = list(split_span(span, length)), [initial_state[span.rows]]
         for time in times[:-1]:
-            entering.append(_Chunk.cut(v, k, q, log_decay, time).next_state(entering[-1]))
+            entering.append(Chunk.cut(v, k, q, log_decay, time).next_state(entering[-1]))
         # 2) From the last chunk to the first, pass back the gradient of the state.
         for time in reversed(times):
-            chunk = _Chunk.cut(v, k, q, log_decay, time)
+            chunk = Chunk.cut(v, k, q, log_decay, time)
             dy_bihp = dy[:, time].to(initial_state.dtype).flatten(1, 2)
-            grads = _chunk_backward(chunk, entering.pop(), dy_bihp, dstates[span.rows])
+            grads = compute_chunk_grads(chunk, entering.pop(), dy_bihp, dstates[span.rows])
             dv[:, time] = chunk.by_step(grads.dv_bihp)
             dk[:, time] = chunk.by_step(grads.dk_bgin.transpose(1, 2))
             dq[:, time] = chunk.by_step(grads.dq_bgin.transpose(1, 2))
