@@ -127,6 +127,7 @@ def test_a_convolution_in_parts_is_the_whole():
     varlen = official("causal_conv1d.causal_conv1d_varlen.causal_conv1d_varlen_states")
     x, weight, bias = torch.randn(2, 5, 11), torch.randn(5, 4), torch.randn(5)
     whole, last = conv(x, weight, bias, activation="silu", return_final_states=True)
+    assert torch.equal(conv(x, weight, bias, "silu"), whole)  # in the order of arguments of the first version
     out = torch.empty(2, 5, 3)
     first, state = conv(x[..., :2], weight, bias, return_final_states=True, final_states_out=out, activation="silu")
     assert state is out

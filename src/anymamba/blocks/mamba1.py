@@ -168,6 +168,7 @@ class Mamba1(Block):
             self.b_layernorm = RMSNorm(c.d_state, eps=c.inner_norm_eps, **factory)
             self.c_layernorm = RMSNorm(c.d_state, eps=c.inner_norm_eps, **factory)
         self.out_proj = nn.Linear(c.d_inner, c.d_model, bias=c.bias, **factory)
+        self.dt_proj.bias._no_reinit = True  # type: ignore[attr-defined]  # for initializers that set biases to zero
         for parameter in (self.dt_proj.bias, self.A_log, self.D):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 

@@ -19,7 +19,7 @@ def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    seq_idx: Tensor | None = None,
+    seq_idx: Tensor | str | None = None,
     initial_states: Tensor | None = None,
     return_final_states: bool = False,
     final_states_out: Tensor | None = None,
@@ -32,7 +32,8 @@ def causal_conv1d_fn(
         weight: Weights, (d, w).
         bias: Bias, (d,), or None.
         seq_idx: Sequence that each token of a row belongs to, (b, l); a negative number is padding, whose outputs are
-            zero. It cannot be combined with states.
+            zero. It cannot be combined with states. A string is taken as the activation, which was fourth in
+            causal_conv1d 1.0.
         initial_states: Inputs before the first, (b, d, w - 1).
         return_final_states: Whether to also return the last inputs, (b, d, w - 1).
         final_states_out: Tensor to write them to.
@@ -41,6 +42,8 @@ def causal_conv1d_fn(
     Raises:
         ValueError: Another activation, or `seq_idx` with states.
     """
+    if isinstance(seq_idx, str):
+        seq_idx, activation = None, seq_idx
     _check_activation("causal_conv1d_fn", activation)
     w = weight.shape[1]
     if seq_idx is not None and (initial_states is not None or return_final_states):

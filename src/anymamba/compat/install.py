@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 from anymamba.compat import (
     causal_conv1d,
     generation,
+    mamba3_scans,
+    mamba3_step,
     mixer_seq_simple,
     mixers,
     norms,
@@ -21,6 +23,7 @@ from anymamba.compat import (
     selective_scan_interface,
     selective_state_update,
     ssd_combined,
+    ssd_minimal,
 )
 
 _SELECTIVE = {
@@ -28,6 +31,9 @@ _SELECTIVE = {
     "selective_scan_ref": selective_scan_interface.selective_scan_fn,
     "mamba_inner_fn": selective_scan_interface.mamba_inner_fn,
     "mamba_inner_ref": selective_scan_interface.mamba_inner_fn,
+    "mamba_inner_fn_no_out_proj": selective_scan_interface.mamba_inner_fn_no_out_proj,
+    "bimamba_inner_fn": selective_scan_interface.bimamba_inner_fn,
+    "bimamba_inner_ref": selective_scan_interface.bimamba_inner_fn,
 }
 _FUSED_NORMS = {
     "layer_norm_fn": norms.layer_norm_fn,
@@ -65,13 +71,29 @@ TABLE: dict[str, dict[str, Any]] = {
     "mamba_ssm.ops.triton.layernorm_gated": {
         "layernorm_fn": norms.layernorm_fn,
         "rmsnorm_fn": norms.rmsnorm_fn,
+        "rms_norm_ref": norms.rms_norm_ref,
         "LayerNorm": norms.GatedLayerNorm,
         "RMSNorm": norms.RMSNormGated,
     },
     "mamba_ssm.ops.triton.layer_norm": _FUSED_NORMS,
     "mamba_ssm.ops.triton.layernorm": _FUSED_NORMS,  # its former name
+    "mamba_ssm.ops.triton.mamba3": {},
+    "mamba_ssm.ops.triton.mamba3.mamba3_siso_combined": {"mamba3_siso_combined": mamba3_scans.mamba3_siso_combined},
+    "mamba_ssm.ops.triton.mamba3.mamba3_mimo_rotary_step": {
+        "apply_rotary_qk_inference_fwd": mamba3_step.apply_rotary_qk_inference_fwd
+    },
+    "mamba_ssm.ops.tilelang": {},
+    "mamba_ssm.ops.tilelang.mamba3": {},
+    "mamba_ssm.ops.tilelang.mamba3.mamba3_mimo": {"mamba3_mimo": mamba3_scans.mamba3_mimo},
+    "mamba_ssm.ops.cute": {},
+    "mamba_ssm.ops.cute.mamba3": {},
+    "mamba_ssm.ops.cute.mamba3.mamba3_step_fn": {"mamba3_step_fn": mamba3_step.mamba3_step_fn},
     "mamba_ssm.modules": {},
-    "mamba_ssm.modules.mamba_simple": {"Mamba": mixers.Mamba, "Block": residual_block.Block},  # Block was here once
+    "mamba_ssm.modules.mamba_simple": {"Mamba": mixers.Mamba, "Block": residual_block.FormerBlock},  # it was here once
+    "mamba_ssm.modules.ssd_minimal": {
+        "segsum": ssd_minimal.segsum,
+        "ssd_minimal_discrete": ssd_minimal.ssd_minimal_discrete,
+    },
     "mamba_ssm.modules.mamba2": {"Mamba2": mixers.Mamba2},
     "mamba_ssm.modules.mamba2_simple": {"Mamba2Simple": mixers.Mamba2Simple},
     "mamba_ssm.modules.mamba3": {"Mamba3": mixers.Mamba3},
@@ -81,6 +103,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "mamba_ssm.models.config_mamba": {"MambaConfig": mixer_seq_simple.MambaConfig},
     "mamba_ssm.models.mixer_seq_simple": {
         "create_block": mixer_seq_simple.create_block,
+        "_init_weights": mixer_seq_simple._init_weights,
         "MixerModel": mixer_seq_simple.MixerModel,
         "MambaLMHeadModel": mixer_seq_simple.MambaLMHeadModel,
         "MambaConfig": mixer_seq_simple.MambaConfig,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -93,8 +94,41 @@ def create_block(
     return block
 
 
+@torch.no_grad()
+def _init_weights(
+    module: nn.Module,
+    n_layer: int,
+    initializer_range: float = 0.02,
+    rescale_prenorm_residual: bool = True,
+    n_residuals_per_layer: int = 1,
+) -> None:
+    """Give a module the official initial values; for `apply` of a model, which calls it for every module inside.
+
+    Args:
+        module: Module. The bias of an `nn.Linear` becomes zero, unless it is marked `_no_reinit`.
+        n_layer: Number of layers.
+        initializer_range: Standard deviation of an embedding.
+        rescale_prenorm_residual: Whether to draw the last weights of mixers and MLPs again, as `nn.Linear` does,
+            divided by the square root of the number of residual branches.
+        n_residuals_per_layer: Number of residual branches of a layer, 2 with an MLP.
+    """
+    if isinstance(module, nn.Linear):
+        if module.bias is not None and not getattr(module.bias, "_no_reinit", False):
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=initializer_range)
+    if rescale_prenorm_residual:
+        for name, parameter in module.named_parameters():
+            if name in ("out_proj.weight", "fc2.weight"):
+                nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+                parameter.div_(math.sqrt(n_residuals_per_layer * n_layer))
+
+
 class MixerModel(nn.Module):
-    """Embedding, residual layers and the last norm, with the initial values of `anymamba.MambaLM`."""
+    """Embedding, residual layers and the last norm, with the initial values of `anymamba.MambaLM`.
+
+    An `initializer_cfg` holds options of `_init_weights`.
+    """
 
     def __init__(
         self,
@@ -115,8 +149,6 @@ class MixerModel(nn.Module):
     ) -> None:
         """Create and initialize the parameters."""
         super().__init__()
-        if initializer_cfg:
-            raise NotImplementedError("mamba_ssm.models.mixer_seq_simple.MixerModel with an initializer_cfg")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.residual_in_fp32 = residual_in_fp32
         self.fused_add_norm = fused_add_norm
@@ -131,6 +163,9 @@ class MixerModel(nn.Module):
                 **sizes, vocab_size=vocab_size, ssm_cfg=ssm_cfg or {}, rms_norm=rms_norm, pad_vocab_size_multiple=1
             )
             self.load_state_dict(MambaLM(config, **factory).backbone.state_dict())
+            if initializer_cfg:
+                residuals = 2 if d_intermediate else 1
+                self.apply(partial(_init_weights, n_layer=n_layer, n_residuals_per_layer=residuals, **initializer_cfg))
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anymamba.blocks.base import Block
 from anymamba.blocks.layers import GatedRMSNorm
@@ -24,6 +24,7 @@ from anymamba.blocks.mamba1 import Mamba1
 from anymamba.blocks.mamba2 import Mamba2 as OurMamba2
 from anymamba.blocks.mamba3 import Mamba3 as OurMamba3
 from anymamba.compat.seq_idx import Packing, in_one_row
+from anymamba.compat.vim import BimambaType, add_backward_parameters, run_both_directions
 
 _Class = TypeVar("_Class", bound="type[OfficialBlock]")
 
@@ -157,20 +158,36 @@ class OfficialBlock(Block):
 
 @official_constructor(
     "d_model d_state d_conv expand dt_rank dt_min dt_max dt_init dt_scale dt_init_floor conv_bias bias use_fast_path "
-    "layer_idx device dtype",
+    "layer_idx device dtype bimamba_type if_divide_out init_layer_scale",
     use_fast_path=True,
+    bimamba_type="none",
+    if_divide_out=False,
 )
 class Mamba(OfficialBlock, Mamba1):
-    """Official Mamba-1 block: `anymamba.Mamba1`. `use_fast_path` does not change results."""
+    """Official Mamba-1 block: `anymamba.Mamba1`. `use_fast_path` does not change results.
 
-    def _construct(self, **arguments: Any) -> None:
-        super()._construct(**arguments)
+    The three arguments after `dtype` are those of Vim's version: a second direction, and a scale of the output.
+    """
+
+    gamma: nn.Parameter | None
+
+    def _construct(
+        self, *, bimamba_type: BimambaType = "none", init_layer_scale: float | None = None, **arguments: Any
+    ) -> None:
+        super()._construct(**arguments, bimamba_type=bimamba_type)
         self.dt_rank = self.config.dt_width
         self.activation = "silu"
+        add_backward_parameters(self, bimamba_type, init_layer_scale)
 
     def forward(self, hidden_states: Tensor, inference_params: Any = None) -> Tensor:  # type: ignore[override]
         """Map (b, t, d) to (b, t, d)."""
-        return self._run_sequence(hidden_states, inference_params)
+        if self.bimamba_type == "none":
+            y = self._run_sequence(hidden_states, inference_params)
+        elif inference_params is None:
+            y = run_both_directions(self, hidden_states)
+        else:
+            raise NotImplementedError("mamba_ssm.Mamba with a bimamba_type and inference_params: it reads later tokens")
+        return y if self.gamma is None else y * self.gamma
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         """Run one token (b, 1, d); return its output and the two states, which are changed in place."""

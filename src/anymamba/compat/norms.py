@@ -62,6 +62,20 @@ def rmsnorm_fn(
     return layernorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate, True)
 
 
+def rms_norm_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    upcast: bool = True,
+) -> Tensor:
+    """Return `rmsnorm_fn`, which computes in float32 or wider, as with `upcast`."""
+    return rmsnorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate)
+
+
 class GatedLayerNorm(nn.Module):
     """Module of `layernorm_fn`, with its parameters."""
 

@@ -96,6 +96,21 @@ class Block(nn.Module):
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
 
+class FormerBlock(Block):
+    """Residual layer without an MLP, with the constructor of the first versions."""
+
+    def __init__(
+        self,
+        dim: int,
+        mixer_cls: Callable[..., Any],
+        norm_cls: Callable[..., Any] = nn.LayerNorm,
+        fused_add_norm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> None:
+        """Create the parts, each from its class and `dim`."""
+        super().__init__(dim, mixer_cls, nn.Identity, norm_cls, fused_add_norm, residual_in_fp32)
+
+
 def fused_add_and_norm(norm: Any, hidden: Tensor, residual: Tensor | None, prenorm: bool, in_fp32: bool) -> Any:
     """Return `layer_norm_fn` with the parameters of a norm, in the dtype of its weight."""
     return layer_norm_fn(

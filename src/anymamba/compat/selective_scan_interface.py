@@ -5,7 +5,7 @@ Letters: b batch, l time, d channels, g groups, n state, r rank of dt.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -156,22 +156,124 @@ def mamba_inner_fn(
     B and C are projected from the inputs unless they are given. dt, B and C are RMS-normalized if weights for that are
     given. `checkpoint_lvl` does not change results.
     """
-    x_bdl, z_bdl = xz.chunk(2, dim=1)
-    x_bdl = causal_conv1d_fn(x_bdl, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
-    rank, n = delta_proj_weight.shape[1], A.shape[-1]
-    selected = F.linear(x_bdl.transpose(1, 2), x_proj_weight)
-    dt_blr, rest = selected[..., :rank], selected[..., rank:]
-    if B is None:
-        B, rest = rest[..., :n], rest[..., n:]
-        B = _normalize(B if B_proj_bias is None else B + B_proj_bias.to(B.dtype), b_rms_weight, b_c_dt_rms_eps)
-        B = B.transpose(1, 2)
-    if C is None:
-        C = rest[..., -n:]
-        C = _normalize(C if C_proj_bias is None else C + C_proj_bias.to(C.dtype), c_rms_weight, b_c_dt_rms_eps)
-        C = C.transpose(1, 2)
-    delta_bld = F.linear(_normalize(dt_blr, dt_rms_weight, b_c_dt_rms_eps), delta_proj_weight)
-    y_bdl = selective_scan_fn(x_bdl, delta_bld.transpose(1, 2), A, B, C, D, z_bdl, delta_bias, delta_softplus)
+    inputs = _scan_inputs(
+        xz,
+        conv1d_weight,
+        conv1d_bias,
+        x_proj_weight,
+        delta_proj_weight,
+        A.shape[-1],
+        B,
+        C,
+        B_proj_bias,
+        C_proj_bias,
+        norm_weights=(b_rms_weight, c_rms_weight, dt_rms_weight),
+        eps=b_c_dt_rms_eps,
+    )
+    y_bdl = _scan_with_rates(inputs, A, D, delta_bias, delta_softplus)
     return F.linear(y_bdl.transpose(1, 2), out_proj_weight, _cast(out_proj_bias, out_proj_weight))
+
+
+def mamba_inner_fn_no_out_proj(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    A: Tensor,
+    B: Tensor | None = None,
+    C: Tensor | None = None,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    B_proj_bias: Tensor | None = None,
+    C_proj_bias: Tensor | None = None,
+    delta_softplus: bool = True,
+) -> Tensor:
+    """Compute `mamba_inner_fn` up to its last projection, xz (b, 2 d, l) -> (b, d, l); from Vim's mamba_ssm."""
+    inputs = _scan_inputs(
+        xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A.shape[-1], B, C, B_proj_bias, C_proj_bias
+    )
+    return _scan_with_rates(inputs, A, D, delta_bias, delta_softplus)
+
+
+def bimamba_inner_fn(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    A: Tensor,
+    A_b: Tensor,
+    B: Tensor | None = None,
+    C: Tensor | None = None,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    B_proj_bias: Tensor | None = None,
+    C_proj_bias: Tensor | None = None,
+    delta_softplus: bool = True,
+) -> Tensor:
+    """Compute `mamba_inner_fn` with a second scan, from the last input to the first; from Vim's mamba_ssm.
+
+    Both scans read the same convolved inputs, step sizes, B and C; the second one has its own decay rates `A_b`. Their
+    gated outputs are added before the last projection.
+    """
+    inputs = _scan_inputs(
+        xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A.shape[-1], B, C, B_proj_bias, C_proj_bias
+    )
+    reversed_inputs = _ScanInputs(*(part if part.ndim == 2 else part.flip(-1) for part in inputs))
+    y_bdl = _scan_with_rates(inputs, A, D, delta_bias, delta_softplus)
+    y_bdl = y_bdl + _scan_with_rates(reversed_inputs, A_b, D, delta_bias, delta_softplus).flip(-1)
+    return F.linear(y_bdl.transpose(1, 2), out_proj_weight, _cast(out_proj_bias, out_proj_weight))
+
+
+class _ScanInputs(NamedTuple):
+    """Inputs of `selective_scan_fn` that a block computes: x, step sizes, z (b, d, l), and B and C in any layout."""
+
+    x: Tensor
+    delta: Tensor
+    B: Tensor
+    C: Tensor
+    z: Tensor
+
+
+def _scan_inputs(
+    xz: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    n: int,
+    b: Tensor | None = None,
+    c: Tensor | None = None,
+    b_bias: Tensor | None = None,
+    c_bias: Tensor | None = None,
+    norm_weights: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    eps: float = 1e-6,
+) -> _ScanInputs:
+    """Convolve xz (b, 2 d, l), and project it to step sizes, and to B and C unless they are given."""
+    x_bdl, z_bdl = xz.chunk(2, dim=1)
+    x_bdl = causal_conv1d_fn(x_bdl, conv_weight.squeeze(1), conv_bias, activation="silu")
+    b_norm, c_norm, dt_norm = norm_weights
+    rank = delta_proj_weight.shape[1]
+    selected = F.linear(x_bdl.transpose(1, 2), x_proj_weight)
+    if b is None:
+        b = selected[..., rank : rank + n]
+        b = _normalize(b if b_bias is None else b + b_bias.to(b.dtype), b_norm, eps).transpose(1, 2)
+    if c is None:
+        c = selected[..., -n:]
+        c = _normalize(c if c_bias is None else c + c_bias.to(c.dtype), c_norm, eps).transpose(1, 2)
+    delta_bld = F.linear(_normalize(selected[..., :rank], dt_norm, eps), delta_proj_weight)
+    return _ScanInputs(x_bdl, delta_bld.transpose(1, 2), b, c, z_bdl)
+
+
+def _scan_with_rates(
+    inputs: _ScanInputs, rates: Tensor, skip: Tensor | None, delta_bias: Tensor | None, delta_softplus: bool
+) -> Tensor:
+    x, delta, b, c, z = inputs
+    y: Tensor = selective_scan_fn(x, delta, rates, b, c, skip, z, delta_bias, delta_softplus)
+    return y
 
 
 def _normalize(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
