@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-kills test-transformers test-versions test-triton test-triton-quick compile-triton release asan tsan fuzz soak lint format bench figures site clean
+.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-kills test-transformers test-versions test-triton test-triton-quick compile-triton test-published release asan tsan fuzz soak lint format bench figures site clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard $(addprefix src/anymamba/kernels/cpu/csrc/,*.h *.cpp */*.h)) src/anymamba/kernels/cpu/schema.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -101,6 +101,13 @@ test-versions: $(VENV)/.installed
 	  PIP_CONSTRAINT=$$environment/constraints.txt $$environment/bin/pip install --quiet '.[dev]'; \
 	  $$environment/bin/python -m pytest -p no:cacheprovider --ignore=tests/tracing; \
 	done
+
+# Published weights and figures, from whatever clones of their repositories are below a directory: docs/evidence.md.
+# KERNELS=all repeats every row with each set of vector instructions and with portable code.
+CLONES ?= build/clones
+KERNELS ?= fastest
+test-published: $(VENV)/.installed
+	$(BIN)/python -m tests.published $(CLONES) --kernels $(KERNELS) $(if $(DTYPE),--dtype $(DTYPE))
 
 # The tests of the kernels and the scan, on a build with the address and undefined-behavior sanitizers.
 asan: $(VENV)/.installed
