@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: {error.args[0]}", file=sys.stderr)
         return EXIT_USAGE
     if options.list:
-        print("\n".join(_listing(case) for case in cases))
+        print("\n".join(_describe_case(case) for case in cases))
         return 0
     if options.skip_heavy:
         cases = [light for case in cases if (light := without_heavy(case)) is not None]
@@ -154,7 +154,7 @@ def _describe_unknown(kind: str, name: str, known: list[str]) -> str:
     return f"no {kind} matches {name!r}; {hint}"
 
 
-def _listing(case: Case) -> str:
+def _describe_case(case: Case) -> str:
     contenders = [f"{c.name} (heavy)" if c.heavy else c.name for c in case.contenders]
     return f"{case.name:28}  {', '.join(contenders)}"
 

@@ -56,7 +56,7 @@ def machine_with(gigabits: float, options: argparse.Namespace) -> Machine:
     return Machine(options.flops, gigabits * 1e9 / 8, options.latency, options.memory * 1e9)
 
 
-def sent(sizes: Sizes, mesh: Mesh) -> float:
+def bytes_sent(sizes: Sizes, mesh: Mesh) -> float:
     """Return the bytes that a rank sends in a step; of those that share a row, one in the middle."""
     return sum(message.sent for message in messages(sizes, mesh, cp_rank=min(1, mesh.context - 1)))
 
@@ -74,11 +74,11 @@ def bytes_table(sizes: dict[str, dict[str, Sizes]]) -> Iterator[str]:
     yield row("parameters", [f"{x.parameters / 1e9:.2f} · 10⁹" for x in models])
     yield row("operations of a token, forward and backward", [f"{x.flops() / 1e9:.1f} · 10⁹" for x in models])
     for count in (8, 4096):
-        yield row(f"replicate = {count:,}", [_bytes(sent(x, Mesh(replicate=count))) for x in models])
-    yield row("shard = 8", [_bytes(sent(x, Mesh(shard=8))) for x in models])
-    yield row("replicate = 512, shard = 8", [_bytes(sent(x, Mesh(replicate=512, shard=8))) for x in models])
+        yield row(f"replicate = {count:,}", [_bytes(bytes_sent(x, Mesh(replicate=count))) for x in models])
+    yield row("shard = 8", [_bytes(bytes_sent(x, Mesh(shard=8))) for x in models])
+    yield row("replicate = 512, shard = 8", [_bytes(bytes_sent(x, Mesh(replicate=512, shard=8))) for x in models])
     # What is left after the gradients, which all ranks add up whatever they share.
-    added = [sent(x, Mesh(context=8)) - sent(x, Mesh(replicate=8)) for x in models]
+    added = [bytes_sent(x, Mesh(context=8)) - bytes_sent(x, Mesh(replicate=8)) for x in models]
     yield row("context, above the gradients, any length", [_bytes(x) for x in added])
     for name, length in LENGTHS.items():
         cells = []
@@ -152,9 +152,9 @@ def plot(options: argparse.Namespace, target: Path) -> None:
         left.plot(lengths, moved, style, color="tab:red", label=f"ring attention, {name}")
     styles = (("tab:green", "-"), ("tab:blue", "-"), ("tab:orange", "--"))  # the last two coincide
     for (name, sizes), (color, style) in zip(families.items(), styles, strict=True):
-        moved = [sent(sizes, Mesh(context=8)) - sent(sizes, Mesh(replicate=8))] * len(lengths)
+        moved = [bytes_sent(sizes, Mesh(context=8)) - bytes_sent(sizes, Mesh(replicate=8))] * len(lengths)
         left.plot(lengths, moved, style, color=color, label=f"context, {name}")
-    gradients = sent(families["Mamba-2"], Mesh(replicate=8))
+    gradients = bytes_sent(families["Mamba-2"], Mesh(replicate=8))
     left.axhline(gradients, color="gray", linestyle=":", label="gradients, for comparison")
     left.set_xscale("log", base=2)
     left.set_yscale("log")

@@ -48,7 +48,7 @@ def difference(actual: Outcome, expected: Outcome, prefix: str) -> float:
     return max(float(scale) for scale in scales)
 
 
-def kept_bytes(run: Callable[[], object]) -> int:
+def count_kept_bytes(run: Callable[[], object]) -> int:
     """Return the bytes that autograd keeps for the backward pass of `run`, counting each storage once."""
     storages: dict[int, int] = {}
 
@@ -106,11 +106,11 @@ def main() -> int:
         agree &= max(errors) <= TOLERANCE
         forward = milliseconds(torch.no_grad()(partial(run, x)))
         both = milliseconds(partial(outcome, block, x, run))
-        kept = kept_bytes(partial(run, x.clone().requires_grad_())) / 2**20
+        kept = count_kept_bytes(partial(run, x.clone().requires_grad_())) / 2**20
         cells = "".join(f"{error:>{width}.1e}" for error, width in zip(errors, (9, 13, 11), strict=True))
         print(f"{path.algorithm:<24}{cells}{forward:>9.1f} ms{both:>10.1f} ms{kept:>16.1f} MiB", flush=True)
 
-    steps = outcome(block, x, partial(unrolled, block))
+    steps = outcome(block, x, partial(unroll, block))
     errors = [difference(steps, oracle, prefix) for prefix in ("y", "state", "grad")]
     agree &= max(errors) <= TOLERANCE
     cells = "".join(f"{error:>{width}.1e}" for error, width in zip(errors, (9, 13, 11), strict=True))
@@ -127,7 +127,7 @@ def prefill(block: Block, x: Tensor, path: SsdPath) -> tuple[Tensor, Tensor]:
     return y, cache.ssm
 
 
-def unrolled(block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
+def unroll(block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the outputs and the final state, computed token by token."""
     cache: Any = None
     ys = []

@@ -80,11 +80,11 @@ OTHERS = ("all_gather", "broadcast", "gather", "scatter", "reduce", "all_to_all"
 
 
 @contextmanager
-def counted():
+def count_exchanges():
     """Collect the bytes of collectives in the context, by kind and number of ranks; scalars are left out."""
     sizes_by_kind, nested = Counter(), []
 
-    def wrapped(function, kind, index, name):
+    def wrap(function, kind, index, name):
         def call(*args, **kwargs):
             whole = args[index] if len(args) > index else kwargs[name]
             world = 2 if kind == "send" else dist.get_world_size(kwargs.get("group"))
@@ -105,7 +105,7 @@ def counted():
         for kind, (names, index, argument) in EXCHANGES.items():
             for name in names:
                 if hasattr(dist, name):
-                    patch.setattr(dist, name, wrapped(getattr(dist, name), kind, index, argument))
+                    patch.setattr(dist, name, wrap(getattr(dist, name), kind, index, argument))
         for name in OTHERS:
             patch.setattr(dist, name, unexpected_exchange)
         yield sizes_by_kind
@@ -125,7 +125,7 @@ def step_case(rank, name, model, sections, mesh):
     config = tiny(corpus, model=model, parallel={"timeout": 60, **mesh}, **{**sections, "batch": batch})
     trainer = create_run(config, shared_directory(name), silent, World(rank, size))
     trainer._take_step()  # of which FSDP's is longer
-    with counted() as sizes_by_kind:
+    with count_exchanges() as sizes_by_kind:
         trainer._take_step()
     expected = messages(
         sizes_of(config.model.lm_config(256)),

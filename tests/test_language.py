@@ -44,7 +44,7 @@ DELIBERATE = re.compile(r"day, hand\. eyes\. door\.|did you mean (--)?optimizer"
 
 
 @cache
-def parsed(file):
+def parse(file):
     """Return the syntax tree of a file."""
     return ast.parse(file.read_text(encoding="utf-8"))
 
@@ -52,7 +52,7 @@ def parsed(file):
 def nodes(*kinds):
     """Yield the nodes of these kinds in all files, each with its location."""
     for file in FILES:
-        for node in ast.walk(parsed(file)):
+        for node in ast.walk(parse(file)):
             if isinstance(node, kinds):
                 yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", node
 

@@ -41,7 +41,7 @@ def load_digits() -> Digits:
     return Digits(*(Labeled(everything.inputs[part], everything.labels[part]) for part in parts))
 
 
-def shifted(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def shift(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Shift each image (b, t) by up to one pixel in each direction; new pixels are 0."""
     framed = np.pad(images.reshape(-1, SIDE, SIDE), ((0, 0), (1, 1), (1, 1)))
     windows = np.lib.stride_tricks.sliding_window_view(framed, (SIDE, SIDE), axis=(1, 2))

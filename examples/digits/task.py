@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anymamba.models import ResidualLayer, StackConfig, make_norm
 from anymamba.training import Evaluation, OptimizerSection, ScheduleSection, option
 from examples.command import ExampleConfig, ModelSizes
-from examples.digits.images import BRIGHTEST, CLASSES, Digits, shifted
+from examples.digits.images import BRIGHTEST, CLASSES, Digits, shift
 from examples.labeled import Labeled, LabeledTask
 
 
@@ -84,7 +84,7 @@ class DigitsTask(LabeledTask):
         rng = np.random.default_rng([self.config.seed, step])
         images, labels = self.digits.training
         rows = torch.from_numpy(rng.choice(len(labels), self.config.digits.rows))
-        still, moved = images[rows].numpy(), shifted(images[rows].numpy(), rng)
+        still, moved = images[rows].numpy(), shift(images[rows].numpy(), rng)
         chosen = np.where(rng.random((len(rows), 1)) < 0.5, moved, still)
         return [Labeled(torch.from_numpy(chosen), labels[rows])]
 

@@ -30,7 +30,7 @@ def order_of_pixels() -> np.ndarray:
     return np.random.default_rng(0).permutation(LARGE * LARGE)
 
 
-def enlarged(images: torch.Tensor) -> np.ndarray:
+def enlarge(images: torch.Tensor) -> np.ndarray:
     """Enlarge images (b, 64) with intensities from 0 to 16 to (b, 784) from 0 to 1, in reading order."""
     small = images.float().view(-1, 1, SIDE, SIDE) / BRIGHTEST
     return F.interpolate(small, size=(LARGE, LARGE), mode="bilinear", align_corners=False).flatten(1).numpy()
@@ -38,7 +38,7 @@ def enlarged(images: torch.Tensor) -> np.ndarray:
 
 def write_images(part: Labeled, directory: Path, name: str) -> None:
     """Write the pixels in the order they are read, and the labels, as .npy files."""
-    np.save(directory / f"{name}.npy", enlarged(part.inputs)[:, order_of_pixels()])
+    np.save(directory / f"{name}.npy", enlarge(part.inputs)[:, order_of_pixels()])
     np.save(directory / f"{name}-labels.npy", part.labels.numpy())
 
 
@@ -82,7 +82,7 @@ def run(arguments: Arguments) -> None:
     predictions = predict_labels(finished, arguments.out / "test.npy")
     labels = [str(digit) for digit in digits.test.labels.tolist()]
     wrong, total = sum(a != b for a, b in zip(predictions, labels, strict=True)), len(labels)
-    images = enlarged(digits.test.inputs)
+    images = enlarge(digits.test.inputs)
     arguments.draw("permuted", (SHOWN, 2.4), lambda figure: plot(figure, images, labels, predictions))
     shares = [f"{100 * (1 - wrong / total):.1f} %", f"{wrong} of {total}"]
     row = [finished.parameters, seed, *shares, finished.steps, f"{finished.seconds:.0f}"]

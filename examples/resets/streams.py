@@ -77,7 +77,7 @@ def drift(rng: Generator, rows: int, length: int) -> Symbols:
     return _after_reset(np.where(rng.random((rows, length - 1)) < 1 / 8, 1 - direction, direction))
 
 
-def shuffled(rng: Generator, rows: int, length: int) -> Symbols:
+def shuffle(rng: Generator, rows: int, length: int) -> Symbols:
     """Draw R, and equally many of both symbols (one more of the first if the number is odd) in random order."""
     bag = np.where(2 * np.arange(length - 1) < length - 1, FIRST, SECOND)
     return _after_reset(rng.permuted(np.tile(bag, (rows, 1)), axis=1))
@@ -167,13 +167,13 @@ STREAMS = {
     "rotor": Stream(
         ("-", "+", "R"),
         ("0", "1", "2"),
-        {"random": random_rotations, "drift": drift, "balanced": shuffled},
+        {"random": random_rotations, "drift": drift, "balanced": shuffle},
         rotations_mod_3,
     ),
     "spinor": Stream(
         ("i", "j", "R"),
         ("1", "i", "j", "k", "-1", "-i", "-j", "-k"),
-        {"random": random_rotations, "shuffle": shuffled, "runs": runs},
+        {"random": random_rotations, "shuffle": shuffle, "runs": runs},
         quaternion_products,
     ),
 }

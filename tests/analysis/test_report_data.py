@@ -24,11 +24,11 @@ def data_of(model, text=TEXT):
     return ids, report_data(model, ByteTokenizer(), ids, name="<i>small</i>", text_tokens=len(ids))
 
 
-def embedded(content):
+def read_embedded_data(content):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', content).group(1))
 
 
-def unpacked(series):
+def unpack(series):
     levels = np.frombuffer(base64.b64decode(series["data"]), "<i2").astype(float)
     x = series["low"] + (levels + 32768) / 65535 * (series["high"] - series["low"])
     return 10**x if series["log"] else x
@@ -46,7 +46,7 @@ def lower_triangle(matrix):
 def test_what_the_page_unpacks_is_what_the_functions_give(family):
     model = model_of_bytes(family)
     ids, data = data_of(model)
-    page_data = embedded(render_page(data))
+    page_data = read_embedded_data(render_page(data))
     assert page_data == json.loads(json.dumps(data))
     with torch.no_grad():
         for layer, (block, x) in zip(page_data["layers"], layers(model, torch.tensor([ids])), strict=True):
@@ -56,7 +56,7 @@ def test_what_the_page_unpacks_is_what_the_functions_give(family):
             for head in layer["heads"]:
                 for name, values in expected.items():
                     np.testing.assert_allclose(
-                        unpacked(head[name]), values[0, :, head["number"]], rtol=2e-3, err_msg=name
+                        unpack(head[name]), values[0, :, head["number"]], rtol=2e-3, err_msg=name
                     )
                 weights = dual_matrix(block, x, heads=[head["number"]])[0, 0]
                 if ranks := head["matrix"]["ranks"] - 1:
@@ -82,7 +82,7 @@ def test_text_of_the_user_stays_text_and_nothing_is_fetched():
     assert content.count("</script>") == 2
     assert "default-src 'none'" in content
     assert not re.search(r"https?:|url\(|@import|\ssrc=|\shref=", re.sub(r'id="data">.*?</script>', "", content))
-    assert "".join(embedded(content)["tokens"]) == TEXT
+    assert "".join(read_embedded_data(content)["tokens"]) == TEXT
 
 
 def test_undecodable_bytes_and_unfinished_characters_are_shown():
@@ -110,7 +110,7 @@ def directory(tmp_path):
 def test_the_command_writes_a_page(directory, tmp_path, capsys):
     out = tmp_path / "page.html"
     assert main(["inspect", str(directory), "--prompt", "hello", "--tokens", "3", "--out", str(out)]) == 0
-    data = embedded(out.read_text(encoding="utf-8"))
+    data = read_embedded_data(out.read_text(encoding="utf-8"))
     assert (data["tokens"], data["whole"], data["name"]) == (["h", "e", "l"], 5, "model")
     assert "the first 3 of 5 tokens" in capsys.readouterr().err
 

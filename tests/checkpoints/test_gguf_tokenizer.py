@@ -41,7 +41,7 @@ def pieces(seed=0, count=60):
     }
 
 
-def joined(fields, text, prefix=SPACE):
+def join_by_score(fields, text, prefix=SPACE):
     """Join adjacent pieces as sentencepiece does: first those that make the piece of the highest score."""
     ids = dict(zip(fields["ggml.tokens"], range(10**6), strict=False))
     score = dict(zip(fields["ggml.tokens"][260:], fields["ggml.scores"][260:], strict=True))
@@ -58,7 +58,7 @@ def test_pieces_are_joined_by_their_scores(seed, tmp_path):
     tokenizer = load(tmp_path, fields)
     for length in (1, 2, 3, 7, 20, 20, 20, 60):
         text = "".join(draw.choice("aabbccdd é") for _ in range(length))
-        assert tokenizer.encode(text) == joined(fields, text), text
+        assert tokenizer.encode(text) == join_by_score(fields, text), text
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -68,13 +68,13 @@ def test_bytes_special_tokens_and_spaces(tmp_path):
     text = "a 雪\tb"
     assert [4 + byte for byte in "雪".encode()] == tokenizer.encode(text)[-5:-2]
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.encode("ab", add_special_tokens=True) == [1, *joined(fields, "ab")]
+    assert tokenizer.encode("ab", add_special_tokens=True) == [1, *join_by_score(fields, "ab")]
     assert tokenizer.end == [2]
-    assert tokenizer.encode("[INST]a")[:2] == [3, *joined(fields, "a")][:2]
+    assert tokenizer.encode("[INST]a")[:2] == [3, *join_by_score(fields, "a")][:2]
     assert tokenizer.decode([1, *tokenizer.encode(" ab"), 2]) == " ab"
     (tmp_path / "plain").mkdir()
     plain = load(tmp_path / "plain", fields | {"ggml.add_space_prefix": False, "ggml.add_bos_token": False})
-    assert plain.encode("ab c", add_special_tokens=True) == joined(fields, "ab c", prefix="")
+    assert plain.encode("ab c", add_special_tokens=True) == join_by_score(fields, "ab c", prefix="")
     assert plain.decode(plain.encode(" ab")) == " ab"
 
 

@@ -40,7 +40,7 @@ def put_template(directory, source):
     return ChatTemplate.from_directory(directory)
 
 
-def continued(directory, ids, n=12):
+def continue_tokens(directory, ids, n=12):
     """Return the text that follows tokens, all of them read from an empty cache."""
     model, tokenizer = MambaLM.from_pretrained(directory), FileTokenizer(directory / "tokenizer.json")
     new = model.generate(torch.tensor([ids]), n, stop=tokenizer.end).rows()[0]
@@ -53,9 +53,9 @@ def test_a_message_is_answered_in_the_models_template(run, model):
         text = template.render([*system, {"role": "user", "content": "Hello"}])
         flags = ["--system", system[0]["content"]] if system else []
         code, out, _ = run("generate", model, "--chat", "--prompt", "Hello", "--max-new-tokens", 12, *flags)
-        assert (code, out) == (0, continued(model, tokenizer.encode(text)) + "\n")
+        assert (code, out) == (0, continue_tokens(model, tokenizer.encode(text)) + "\n")
     plain = run("generate", model, "--prompt", "Hello", "--max-new-tokens", 12)[1]
-    assert plain == continued(model, tokenizer.encode("Hello", add_special_tokens=True)) + "\n"
+    assert plain == continue_tokens(model, tokenizer.encode("Hello", add_special_tokens=True)) + "\n"
 
 
 @pytest.mark.parametrize("source", [CHATML, FORGETFUL])
@@ -68,7 +68,7 @@ def test_every_turn_answers_the_whole_conversation_and_reads_what_is_new_of_it(r
         messages.append({"role": "user", "content": line})
         ids = tokenizer.encode(template.render(messages))
         lengths.append(len(ids))
-        replies.append(continued(model, ids))
+        replies.append(continue_tokens(model, ids))
         messages.append({"role": "assistant", "content": replies[-1]})
     assert out == "".join(f"{reply}\n" for reply in replies)
     known = sum(len(tokenizer.encode(reply)) for reply in replies[:-1])  # and no reply came to its end
@@ -77,14 +77,14 @@ def test_every_turn_answers_the_whole_conversation_and_reads_what_is_new_of_it(r
 
 def test_interactive_text_without_a_template_stays_text(run, model):
     tokenizer = FileTokenizer(model / "tokenizer.json")
-    first = continued(model, tokenizer.encode("Hello", add_special_tokens=True)) + "\n"
+    first = continue_tokens(model, tokenizer.encode("Hello", add_special_tokens=True)) + "\n"
     for flags in ([], ["--no-chat"]):
         _, out, _ = run("generate", model, "--interactive", "--max-new-tokens", 12, *flags, stdin=b"Hello\nAnd\n")
         assert out.startswith(first)
         put_template(model, CHATML)
     text = ChatTemplate.from_directory(model).render([{"role": "user", "content": "Hello"}])
     _, out, _ = run("generate", model, "--interactive", "--max-new-tokens", 12, stdin=b"Hello\n")
-    assert out == continued(model, tokenizer.encode(text)) + "\n"
+    assert out == continue_tokens(model, tokenizer.encode(text)) + "\n"
 
 
 def test_a_model_without_a_template_can_chat(run, tmp_path):
@@ -103,7 +103,7 @@ def test_prompts_of_a_file_are_messages(run, model, tmp_path):
     tokenizer = FileTokenizer(model / "tokenizer.json")
     for line in lines:
         ids = tokenizer.encode(template.render([{"role": "user", "content": line["prompt"]}]))
-        assert line["text"] == continued(model, ids, 9)
+        assert line["text"] == continue_tokens(model, ids, 9)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 def start(monkeypatch):
     """Return a function that starts a session of tests without built kernels, with only these variables of ours."""
 
-    def started(**environment):
+    def start_ci(**environment):
         for name in [name for name in os.environ if name.startswith("ANYMAMBA_")]:
             monkeypatch.delenv(name)
         for name, value in environment.items():
@@ -25,7 +25,7 @@ def start(monkeypatch):
         monkeypatch.setattr(bindings, "LIBRARY", SimpleNamespace(handle=None, reason="not built"))
         conftest.pytest_sessionstart()
 
-    return started
+    return start_ci
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler")

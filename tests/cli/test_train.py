@@ -144,10 +144,10 @@ def test_a_config_that_cannot_work_is_rejected_before_text_is_read(run, config, 
 
 
 def test_an_interrupt_before_the_first_step_says_that_nothing_is_saved(run, config, tmp_path, monkeypatch):
-    def interrupted(*arguments):
+    def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("anymamba.training.tasks.language_model.prepare", interrupted)
+    monkeypatch.setattr("anymamba.training.tasks.language_model.prepare", interrupt)
     code, out, err = run("train", config, "--out", tmp_path / "run")
     assert (code, out) == (130, "")
     assert err.startswith("stopped before the first step: there is nothing to save")

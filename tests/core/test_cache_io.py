@@ -17,7 +17,7 @@ from tests.models.cases import small_lm
 KINDS = ["Mamba2Cache", "LMCache", "GenerationState"]
 
 
-def saved(kind, path):
+def save_small_state(kind, path):
     """Save a small state of a kind; return how to load it, and what was saved."""
     model = small_lm(n_layer=1, ssm_cfg={"layer": "Mamba2", "d_state": 2, "headdim": 16}, d_model=16, vocab_size=8)
     state = model.generate(torch.tensor([[1, 2, 3], [4, 5, 6]]), 2, seed=0, return_state=True).state
@@ -29,7 +29,7 @@ def saved(kind, path):
     return lambda path: type(tree).load(path, model), tree
 
 
-def forged(path, tensors, **metadata):
+def write_forged(path, tensors, **metadata):
     """Write a file of the present version with a checksum that is right, whatever else is wrong."""
     save_file({name: x.contiguous() for name, x in tensors.items()}, path, {**metadata, "checksum": "0" * 32})
     content = path.read_bytes()
@@ -47,7 +47,7 @@ def metadata_of(path):
 def state(request, tmp_path):
     """Return the path of a state file, how to load it, what it holds, and its metadata without the checksum."""
     path = tmp_path / "some.state"
-    load, tree = saved(request.param, path)
+    load, tree = save_small_state(request.param, path)
     metadata = metadata_of(path)
     assert metadata.pop("checksum")
     return path, load, tree, metadata
@@ -75,7 +75,7 @@ def test_the_same_state_gives_the_same_bytes(kind, tmp_path):
     contents = set()
     for i in range(8):
         torch.manual_seed(0)
-        saved(kind, tmp_path / str(i))
+        save_small_state(kind, tmp_path / str(i))
         contents.add((tmp_path / str(i)).read_bytes())
     assert len(contents) == 1
 
@@ -85,14 +85,14 @@ def test_a_file_is_as_it_is_described(state):
     assert metadata["version"] == "1"
     assert metadata["kind"] == type(tree).__name__
     assert set(metadata) - {"fingerprint"} == {"kind", "version"}
-    forged(path, tree.tensors(), **metadata)
+    write_forged(path, tree.tensors(), **metadata)
     assert torch.equal(load(path).leaves()[0], tree.leaves()[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_changed_byte_is_rejected(kind, tmp_path):
     path = tmp_path / "some.state"
-    load, _ = saved(kind, path)
+    load, _ = save_small_state(kind, path)
     content = path.read_bytes()
     with path.open("r+b", buffering=0) as file:
         for offset in range(0, len(content), 1 if kind == "Mamba2Cache" else 7):
@@ -121,13 +121,13 @@ def test_a_file_that_is_cut_or_grows_is_rejected(state):
 def test_other_versions_and_kinds_are_rejected(state):
     path, load, tree, metadata = state
     tensors = tree.tensors()
-    forged(path, tensors, **{**metadata, "version": "2"})
+    write_forged(path, tensors, **{**metadata, "version": "2"})
     assert_rejected(load, path, "expected a state file of version 1, got '2': .*another version of anymamba")
-    forged(path, tensors, **{**metadata, "kind": "Mamba1Cache"})
+    write_forged(path, tensors, **{**metadata, "kind": "Mamba1Cache"})
     assert_rejected(load, path, "expected a saved .*, got 'Mamba1Cache'")
-    forged(path, tensors, **{**metadata, "more": "x"})
+    write_forged(path, tensors, **{**metadata, "more": "x"})
     assert_rejected(load, path, "expected metadata .*, got .*'more'")
-    forged(path, tensors, **{name: x for name, x in metadata.items() if name != "version"})
+    write_forged(path, tensors, **{name: x for name, x in metadata.items() if name != "version"})
     assert_rejected(load, path, "got 'none'")
     save_file({"x": torch.zeros(1)}, path)
     assert_rejected(load, path, "got a file of no kind")
@@ -156,7 +156,7 @@ def test_odd_tensors_are_rejected_although_the_checksum_is_right(state):
     path, load, tree, metadata = state
     for changes, message in odd_tensors(tree):
         tensors = {name: x for name, x in {**tree.tensors(), **changes}.items() if x is not None}
-        forged(path, tensors, **metadata)
+        write_forged(path, tensors, **metadata)
         assert_rejected(load, path, message)
 
 
@@ -186,26 +186,26 @@ def test_odd_tensors_are_rejected_although_the_checksum_is_right(state):
 )
 def test_a_generation_has_logits_seen_tokens_keys_and_counts_of_its_model(name, value, message, tmp_path):
     path = tmp_path / "some.state"
-    load, tree = saved("GenerationState", path)
+    load, tree = save_small_state("GenerationState", path)
     metadata = {key: x for key, x in metadata_of(path).items() if key != "checksum"}
-    forged(path, {**tree.tensors(), name: value}, **metadata)
+    write_forged(path, {**tree.tensors(), name: value}, **metadata)
     assert_rejected(load, path, message)
 
 
 def test_a_logit_of_minus_infinity_is_a_token_that_is_never_drawn(tmp_path):
     path = tmp_path / "some.state"
-    load, tree = saved("GenerationState", path)
+    load, tree = save_small_state("GenerationState", path)
     metadata = {key: x for key, x in metadata_of(path).items() if key != "checksum"}
     tree.logits[:, 3] = -float("inf")
-    forged(path, tree.tensors(), **metadata)
+    write_forged(path, tree.tensors(), **metadata)
     assert torch.equal(load(path).logits, tree.logits)
 
 
 def test_a_bool_that_is_neither_true_nor_false_is_rejected(tmp_path):
     path = tmp_path / "some.state"
-    load, tree = saved("GenerationState", path)
+    load, tree = save_small_state("GenerationState", path)
     metadata = {key: x for key, x in metadata_of(path).items() if key != "checksum"}
-    forged(path, {**tree.tensors(), "seen": tree.seen.view(torch.uint8) + 1}, **metadata)
+    write_forged(path, {**tree.tensors(), "seen": tree.seen.view(torch.uint8) + 1}, **metadata)
     content = path.read_bytes()
     forged_again = content.replace(b'"dtype":"U8"', b'"dtype":"BOOL"')
     header = struct.pack("<Q", struct.unpack("<Q", content[:8])[0] + 2)
@@ -216,9 +216,9 @@ def test_a_bool_that_is_neither_true_nor_false_is_rejected(tmp_path):
 
 def test_a_shape_that_cannot_be_is_rejected(tmp_path):
     path = tmp_path / "some.state"
-    load, tree = saved("Mamba2Cache", path)
+    load, tree = save_small_state("Mamba2Cache", path)
     metadata = {key: x for key, x in metadata_of(path).items() if key != "checksum"}
-    forged(path, tree.rows([]).tensors(), **metadata)
+    write_forged(path, tree.rows([]).tensors(), **metadata)
     content = path.read_bytes()
     shape = str(list(tree.rows([]).conv.shape)).replace(" ", "").encode()
     other = b"[18446744073709551615,0]"
@@ -289,7 +289,7 @@ def test_a_loaded_state_has_memory_of_its_own(state):
 
 def test_the_tensors_of_a_file_have_the_names_of_the_tree(tmp_path):
     path = tmp_path / "state"
-    _, tree = saved("GenerationState", path)
+    _, tree = save_small_state("GenerationState", path)
     assert list(tree.tensors()) == ["cache.layers.0.conv", "cache.layers.0.ssm", "logits", "seen", "keys", "counts"]
     assert load_file(path).keys() == tree.tensors().keys()
     assert json.loads(path.read_bytes()[8:].split(b"}}", 1)[0] + b"}}")["__metadata__"]["kind"] == "GenerationState"

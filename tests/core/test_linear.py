@@ -31,7 +31,7 @@ def computed(monkeypatch):
         pytest.skip("this torch has no oneDNN")
     shapes, product = [], linear_module._product
 
-    def counted(x, weight, bias):
+    def count_shapes(x, weight, bias):
         shapes.append((tuple(x.shape), tuple(weight.shape)))
         return product(x, weight, bias)
 
@@ -39,7 +39,7 @@ def computed(monkeypatch):
     monkeypatch.setattr(linear_module, "_MAX_ROWS", {"onednn": 0})
     monkeypatch.setattr(linear_module, "_MIN_DIM", 1)
     monkeypatch.setattr(linear_module, "_MIN_PRODUCTS", 1)
-    monkeypatch.setattr(linear_module, "_product", counted)
+    monkeypatch.setattr(linear_module, "_product", count_shapes)
     return shapes
 
 
@@ -68,11 +68,11 @@ def test_strides_do_not_matter(computed, monkeypatch, x):
     """oneDNN gets rows or columns without gaps, because it is a thousand times slower with them."""
     seen, operator = [], torch.ops.mkldnn._linear_pointwise.default
 
-    def looked_at(*inputs):
+    def watch_inputs(*inputs):
         seen.extend(tensor for tensor in inputs[:2])
         return operator(*inputs)
 
-    monkeypatch.setattr(torch.ops.mkldnn._linear_pointwise, "default", looked_at)
+    monkeypatch.setattr(torch.ops.mkldnn._linear_pointwise, "default", watch_inputs)
     weight = torch.rand(2, 30, 40)[:, ::2][0]
     assert_near(linear(x, weight), x.double() @ weight.double().t(), FLOOR[torch.float32])
     assert len(computed) == 1

@@ -8,7 +8,7 @@ import torch
 
 from anymamba.training import train_or_resume
 from examples.digits.__main__ import main
-from examples.digits.images import SIDE, load_digits, shifted
+from examples.digits.images import SIDE, load_digits, shift
 from examples.digits.task import DigitsConfig, DigitsSection, DigitsTask
 from tests.training.cases import silent
 
@@ -32,7 +32,7 @@ def test_the_split_is_fixed_and_disjoint():
 
 def test_shifts_move_by_at_most_one_pixel():
     images = np.arange(1, 1 + 200 * SIDE * SIDE).reshape(200, SIDE * SIDE)
-    moved = shifted(images, np.random.default_rng(0)).reshape(200, SIDE, SIDE)
+    moved = shift(images, np.random.default_rng(0)).reshape(200, SIDE, SIDE)
     seen = set()
     for before, after in zip(images.reshape(200, SIDE, SIDE), moved, strict=True):
         for down in (-1, 0, 1):

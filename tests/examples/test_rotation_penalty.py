@@ -16,15 +16,15 @@ def rotations(*fractions):
     return torch.tensor(fractions, dtype=torch.float64).reshape(1, 1, 1, -1) * CIRCLE
 
 
-def lasting():
+def make_lasting():
     return torch.zeros(1, 1, 1, dtype=torch.float64)
 
 
 def test_simple_fractions_of_a_circle_cost_nothing_and_those_between_them_do():
     simple = rotations(0, 1 / 2, -1 / 2, 1 / 3, 2 / 3, 1 / 4, -1 / 5, 2 / 5, 5 / 6, 1 / 12)
-    assert rotation_penalty(lasting(), simple).item() == pytest.approx(0, abs=1e-12)
-    assert rotation_penalty(lasting(), simple + CIRCLE / PARTS / 2).item() == pytest.approx(2)
-    assert rotation_penalty(lasting(), simple + CIRCLE / PARTS / 4).item() == pytest.approx(1)
+    assert rotation_penalty(make_lasting(), simple).item() == pytest.approx(0, abs=1e-12)
+    assert rotation_penalty(make_lasting(), simple + CIRCLE / PARTS / 2).item() == pytest.approx(2)
+    assert rotation_penalty(make_lasting(), simple + CIRCLE / PARTS / 4).item() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("fraction", [1 / 2, 0.0, -1 / 5, 1 / 4])
@@ -34,7 +34,7 @@ def test_the_gradient_pulls_a_rotation_to_the_nearest_fraction(fraction, off):
     optimizer = torch.optim.SGD([rotation], lr=1 / PARTS**2)
     for _ in range(40):
         optimizer.zero_grad()
-        rotation_penalty(lasting(), rotation).backward()
+        rotation_penalty(make_lasting(), rotation).backward()
         optimizer.step()
     assert rotation.item() / CIRCLE == pytest.approx(fraction, abs=1e-9)
 
@@ -51,8 +51,8 @@ def test_states_that_last_are_made_to_last_and_those_that_fade_stay_free():
     assert -1e-20 < fading <= 0
     rotation_penalty(still := log_decay.detach().clone().requires_grad_(), None).backward()
     assert still.grad.tolist() == log_decay.grad.tolist()  # no state fades for the sake of its rotations
-    assert rotation_penalty(lasting(), None).item() == 0
-    assert rotation_penalty(lasting(), rotations()).item() == 0  # no pair that rotates
+    assert rotation_penalty(make_lasting(), None).item() == 0
+    assert rotation_penalty(make_lasting(), rotations()).item() == 0  # no pair that rotates
 
 
 def test_a_head_that_forgets_at_some_tokens_is_free_at_all():

@@ -40,7 +40,7 @@ def run_in_child(function, *arguments, seconds=30.0):
     if hung:
         raise Finding(f"hung: it was not done after {seconds:.0f} seconds")
     if os.WIFSIGNALED(status) or not text:
-        raise Finding(f"crashed: the process died of {_ending(status)}")
+        raise Finding(f"crashed: the process died of {_describe_end(status)}")
     answer = json.loads(text)
     if "finding" in answer:
         raise Finding(answer["finding"])
@@ -100,5 +100,5 @@ def _restrain():
     sys.addaudithook(watch)
 
 
-def _ending(status):
+def _describe_end(status):
     return signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"status {os.WEXITSTATUS(status)}"

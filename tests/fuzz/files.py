@@ -225,12 +225,12 @@ def run(case, prepared, directory):
         if marker.exists():
             raise Finding("ran code that a file held")
     promised = [name for name in changed if name.endswith(covered)] if covered else []
-    if promised and not case["signed"] and contents != opened(prepared_copy(prepared / target, directory)):
+    if promised and not case["signed"] and contents != opened(copy_undamaged(prepared / target, directory)):
         raise Finding(f"opened with other values, though a checksum covers {', '.join(promised)}")
     return "opened"
 
 
-def prepared_copy(source, directory):
+def copy_undamaged(source, directory):
     """Return the undamaged files, which are opened too."""
     return shutil.copytree(source, directory / "whole", dirs_exist_ok=True)
 

@@ -153,19 +153,19 @@ def apply(mutation, content, marker):
         return content[: mutation["to"]] + part + content[mutation["to"] + len(part) :]
     if how == "pickle":
         try:
-            return _pickled(PICKLES[mutation["what"]](_tensors(content), marker))
+            return _pickle(PICKLES[mutation["what"]](_tensors(content), marker))
         except (NotImplementedError, RuntimeError):  # torch has no such tensor of what an earlier change made of these
             return content
     if how == "tensor":
         return _with_tensor(mutation, content)
     if mutation["in"] == "json":
-        return _changed_json(mutation, content)
+        return _change_json(mutation, content)
     header, data = _header(content)
-    header = _changed_json(mutation, header)
+    header = _change_json(mutation, header)
     return struct.pack("<Q", len(header)) + header + data
 
 
-def _changed_json(mutation, text):
+def _change_json(mutation, text):
     try:
         whole = json.loads(text)
     except (ValueError, RecursionError):
@@ -236,7 +236,7 @@ def _with_tensor(mutation, content):
     return save({key: value.clone() for key, value in tensors.items()}, metadata)
 
 
-def _pickled(value):
+def _pickle(value):
     import io
 
     file = io.BytesIO()

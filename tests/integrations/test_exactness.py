@@ -145,10 +145,10 @@ def test_codestral_has_many_groups_and_the_official_norm_is_an_option():
     for mixer in (layer.mixer for layer in original.backbone.layers):
         weight, eps = mixer.norm.weight, mixer.norm.variance_epsilon
 
-        def grouped(y, z, weight=weight, eps=eps):
+        def gate_and_norm(y, z, weight=weight, eps=eps):
             u = (y * torch.nn.functional.silu(z)).unflatten(-1, (4, -1))
             return (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)).flatten(-2) * weight
 
-        mixer.norm.forward = grouped
+        mixer.norm.forward = gate_and_norm
     assert relative_error(logits, original(x).logits) < TOLERANCE
     assert relative_error(run_split(official, x, (5, 3, 1)), original(x).logits) < TOLERANCE

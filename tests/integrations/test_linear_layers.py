@@ -25,12 +25,12 @@ def runs_of(monkeypatch):
     """Return a list that grows whenever the kernels run a projection."""
     runs, run_few_rows = [], Linear._run_few_rows
 
-    def counted(self, x):
+    def count_call(self, x):
         y = run_few_rows(self, x)
         runs.append(y is not None)
         return y
 
-    monkeypatch.setattr(Linear, "_run_few_rows", counted)
+    monkeypatch.setattr(Linear, "_run_few_rows", count_call)
     return runs
 
 

@@ -224,9 +224,9 @@ def test_a_version_below_the_floor_raises(function, monkeypatch):
 
 
 def test_a_missing_transformers_is_named(monkeypatch):
-    def missing(name):
+    def raise_missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(anymamba.integrations.transformers.architectures, "import_module", missing)
+    monkeypatch.setattr(anymamba.integrations.transformers.architectures, "import_module", raise_missing)
     with pytest.raises(ImportError, match=r"not installed: pip install 'anymamba\[interop\]'"):
         accelerate(nn.Identity())

@@ -14,7 +14,7 @@ LENGTHS = (11, 4, 7)
 TOLERANCE = 1e-5
 
 
-def padded(side):
+def make_padded(side):
     """Make rows of different lengths, the mask over them, and the positions of each row's tokens."""
     t, rows = max(LENGTHS), [ids(1, n, seed=n)[0] for n in LENGTHS]
     x, mask = torch.full((len(rows), t), 5), torch.zeros(len(rows), t, dtype=torch.long)
@@ -35,7 +35,7 @@ def position_ids(model, mask):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_padded_rows_equal_rows_alone(name, side, each_implementation):
     _, fast = pair(name)
-    rows, x, mask, positions = padded(side)
+    rows, x, mask, positions = make_padded(side)
     logits = fast(x, attention_mask=mask, **position_ids(fast, mask)).logits
     for i, (row, position) in enumerate(zip(rows, positions, strict=True)):
         assert_near(logits[i, position], fast(row[None]).logits[0], TOLERANCE, f"row {i}")
@@ -47,7 +47,7 @@ def test_padded_rows_equal_rows_alone(name, side, each_implementation):
 def test_a_token_after_padding(name, side):
     """The cache holds what a row alone would leave; attention's own cache keeps the padding, so mixers only."""
     _, fast = pair(name)
-    rows, x, mask, _ = padded(side)
+    rows, x, mask, _ = make_padded(side)
     _, cache = run(fast, x, attention_mask=mask)
     token = ids(len(rows), 1, seed=9)
     logits, _ = run(fast, token, cache)
@@ -75,7 +75,7 @@ def test_a_mask_of_ones_moves_no_bit():
         assert torch.equal(fast(x, attention_mask=torch.ones(2, 9, dtype=torch.long)).logits, fast(x).logits)
 
 
-def packed():
+def make_packed():
     """Pack sequences into one row, as DataCollatorWithFlattening does."""
     rows = [ids(1, n, seed=n)[0] for n in LENGTHS]
     lengths = torch.tensor(LENGTHS)
@@ -93,7 +93,7 @@ def assert_packed(logits, model, rows):
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "granite"])
 def test_packed_sequences_equal_sequences_alone(name, each_implementation):
     _, fast = pair(name)
-    rows, x, seq_idx, restarting = packed()
+    rows, x, seq_idx, restarting = make_packed()
     assert_packed(fast(x, seq_idx=seq_idx, position_ids=restarting, use_cache=False).logits[0], fast, rows)
     assert_packed(fast(x, position_ids=restarting, use_cache=False).logits[0], fast, rows)
     bounds = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
@@ -104,7 +104,7 @@ def test_packed_sequences_equal_sequences_alone(name, each_implementation):
 @torch.no_grad()
 def test_granite_s_own_attention_leaks_and_its_mixers_do_not():
     """Its attention is not told of positions: that is transformers' to repair. Without attention, nothing leaks."""
-    rows, x, seq_idx, restarting = packed()
+    rows, x, seq_idx, restarting = make_packed()
     _, fast = pair("granite")
     logits = fast(x, seq_idx=seq_idx, position_ids=restarting, use_cache=False).logits[0]
     assert relative_error(logits[LENGTHS[0] :][: LENGTHS[1]], fast(rows[1][None]).logits[0]) > 1e-2
@@ -124,7 +124,7 @@ def packed_gradients(model, calls):
 @pytest.mark.parametrize("name", ["mamba2", "mamba", "falcon_mamba", "bamba", "jamba"])
 def test_packed_gradients_with_and_without_checkpointing(name, reentrant):
     _, fast = pair(name, torch.float64)
-    rows, x, seq_idx, restarting = packed()
+    rows, x, seq_idx, restarting = make_packed()
     expected = packed_gradients(copy.deepcopy(fast), [{"input_ids": row[None]} for row in rows])
     if reentrant is not None:
         fast.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -138,7 +138,7 @@ def test_packed_gradients_with_and_without_checkpointing(name, reentrant):
 
 def test_two_packed_calls_before_one_backward_are_checkpointed_apart():
     _, fast = pair("mamba2", torch.float64)
-    rows, x, seq_idx, _ = packed()
+    rows, x, seq_idx, _ = make_packed()
     other = (torch.arange(x.shape[1]) >= 5).long()[None]
     calls = [{"input_ids": x, "seq_idx": seq_idx}, {"input_ids": x, "seq_idx": other}]
     expected = packed_gradients(copy.deepcopy(fast), calls)
@@ -175,14 +175,14 @@ def test_rows_of_packed_sequences_with_padding_and_a_cache(name):
 def test_packing_can_be_left_out():
     original = plain("mamba")
     fast = accelerate(copy.deepcopy(original), packing=False)
-    _, x, seq_idx, _ = packed()
+    _, x, seq_idx, _ = make_packed()
     assert_near(fast(x, seq_idx=seq_idx).logits, original(x).logits, TOLERANCE)
 
 
 @torch.no_grad()
 def test_a_failed_call_leaves_no_packing():
     _, fast = pair("mamba2")
-    rows, x, seq_idx, _ = packed()
+    rows, x, seq_idx, _ = make_packed()
     expected = fast(x).logits
     fast.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -203,5 +203,5 @@ def test_a_failed_call_leaves_no_packing():
 def test_packing_that_does_not_fit_raises(options, message):
     _, fast = pair("mamba2")
     with pytest.raises(ValueError, match=message):
-        fast(packed()[1], **options)
-    assert cache_of(fast, fast(packed()[1])) is not None
+        fast(make_packed()[1], **options)
+    assert cache_of(fast, fast(make_packed()[1])) is not None

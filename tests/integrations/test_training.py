@@ -80,7 +80,7 @@ def test_checkpointed_gradients(name, reentrant):
         assert_near(grad, expected[name], TOLERANCE, name, least=1e-4)
 
 
-def adapted(model, targets):
+def add_adapters(model, targets):
     """Add adapters to the model that change its outputs."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(2)
@@ -100,7 +100,7 @@ def test_adapters_count_in_sequences_and_tokens_and_merge(name, targets):
     fast = accelerate(plain(name))
     x = ids(2, 12)
     before = fast(x).logits
-    model = adapted(fast, targets)
+    model = add_adapters(fast, targets)
     logits = model(x).logits
     assert relative_error(logits, before) > 1e-2
     tokens = {layer.token for layer in report(model).layers}
@@ -117,7 +117,7 @@ def test_an_adapter_of_dt_proj_has_an_effect_and_a_gradient():
     x = ids(2, 9)
     with torch.no_grad():
         before = fast(x).logits
-    model = adapted(fast, ["dt_proj"]).train()
+    model = add_adapters(fast, ["dt_proj"]).train()
     output = model(x, labels=x)
     assert relative_error(output.logits, before) > 1e-3
     output.loss.backward()
@@ -129,7 +129,7 @@ def test_an_adapter_of_dt_proj_has_an_effect_and_a_gradient():
 def test_adapters_train_as_on_a_plain_model(tmp_path):
     data = [{"input_ids": row, "labels": row} for row in ids(8, 12)]
     models = (plain("bamba"), accelerate(plain("bamba")))
-    losses = [trained(adapted(model, MAMBA2_TARGETS).train(), tmp_path, data) for model in models]
+    losses = [trained(add_adapters(model, MAMBA2_TARGETS).train(), tmp_path, data) for model in models]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 

@@ -54,12 +54,12 @@ def test_a_learned_merge_begins_as_the_mean():
 )
 def test_reversing_the_input_and_swapping_the_directions_reverses_the_output(kind, fields):
     stack, swapped = (make(kind, n_layer=4, **fields) for _ in range(2))
-    swapped.load_state_dict(dict(_swapped(name, value) for name, value in stack.state_dict().items()))
+    swapped.load_state_dict(dict(_swap_directions(name, value) for name, value in stack.state_dict().items()))
     x = torch.randn(2, 7, WIDTH, dtype=torch.float64)
     assert_near(swapped(x.flip(1)), stack(x).flip(1), 1e-12)
 
 
-def _swapped(name, value):
+def _swap_directions(name, value):
     """Return the name and value of a parameter with the directions swapped: of a layer, or the halves of a merge."""
     first, *rest = name.split(".", 2)
     if first == "layers":

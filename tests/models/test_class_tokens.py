@@ -86,13 +86,13 @@ def in_parts(stack, x, sizes, primes=()):
             again, same = stack.prime(len(x), cache, length=t)
             assert again is None
             assert_all_near(same.tensors(), cache.tensors(), 0)
-            ys += primed(stack, x, sizes, i, stack_out)
+            ys += expected_of_priming(stack, x, sizes, i, stack_out)
         y, cache = stack.prefill(part, cache, length=t)
         ys.append(y)
     return torch.cat(ys, 1), cache
 
 
-def primed(stack, x, sizes, i, last):
+def expected_of_priming(stack, x, sizes, i, last):
     """Return what priming before part i adds: only its last output is known, the others are taken from the whole."""
     whole = stack(x)
     begin = sum(sizes[:i])

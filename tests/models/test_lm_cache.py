@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anymamba import LMCache
-from tests.core.test_cache_io import forged
+from tests.core.test_cache_io import write_forged
 from tests.models.cases import FAMILIES, small_lm
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -138,10 +138,10 @@ def test_a_state_with_other_tensors_raises(tmp_path, x):
     model(x).cache.save(file, model)
     tensors = load_file(file)
     metadata = {"kind": "LMCache", "fingerprint": model.fingerprint(), "version": "1"}
-    forged(file, {k: v for k, v in tensors.items() if k != "layers.1.ssm"}, **metadata)
+    write_forged(file, {k: v for k, v in tensors.items() if k != "layers.1.ssm"}, **metadata)
     with pytest.raises(ValueError, match=r"lacks layers\.1\.ssm"):
         LMCache.load(file, model)
-    forged(file, {**tensors, "layers.1.ssm": torch.ones(3, 2)}, **metadata)
+    write_forged(file, {**tensors, "layers.1.ssm": torch.ones(3, 2)}, **metadata)
     with pytest.raises(ValueError, match=r"layers.1.ssm must be torch.float32 of shape .*got .* \(3, 2\)"):
         LMCache.load(file, model)
 

@@ -65,7 +65,7 @@ def results(stack, x, run):
     return {name: v.detach() for name, v in tensors.items()}
 
 
-def unrolled(stack, x, cache=None):
+def unroll(stack, x, cache=None):
     ys = []
     for t in range(x.shape[1]):
         y, cache = stack.step(x[:, t], cache)
@@ -87,7 +87,7 @@ def test_prefill_equals_steps_and_any_split(kind):
     x = torch.randn(2, 7, WIDTH, dtype=torch.float64)
     expected = results(stack, x, stack.prefill)
     assert len(expected) > 10
-    assert_all_near(results(stack, x, lambda x: unrolled(stack, x)), expected, 1e-10)
+    assert_all_near(results(stack, x, lambda x: unroll(stack, x)), expected, 1e-10)
     for sizes in ([3, 4], [1, 5, 1]):
         assert_all_near(results(stack, x, lambda x, sizes=sizes: in_parts(stack, x, sizes)), expected, 1e-10)
 
@@ -230,7 +230,7 @@ def test_a_shorter_horizon_is_a_detach_by_hand():
     names = ["x", *(name for name, _ in stack.named_parameters())]
     grads = [
         torch.autograd.grad((y * weights).sum(), [x, *stack.parameters()], allow_unused=True)
-        for y in (by_hand, stack(x), unrolled(stack, x)[0])
+        for y in (by_hand, stack(x), unroll(stack, x)[0])
     ]
     for name, expected, *others in zip(names, *grads, strict=True):
         assert (expected is None) == name.startswith(("layers.0", "layers.1"))
@@ -251,7 +251,7 @@ def test_a_horizon_in_steps_cuts_every_step():
     """Steps carry caches of the passes within the horizon, so their gradient is that of the prefill."""
     stack = make("mixed with MLPs", grad_horizon=2)
     x = torch.randn(2, 4, WIDTH, dtype=torch.float64)
-    expected, stepped = results(stack, x, stack.prefill), results(stack, x, lambda x: unrolled(stack, x))
+    expected, stepped = results(stack, x, stack.prefill), results(stack, x, lambda x: unroll(stack, x))
     assert_all_near(stepped, expected, 1e-10)
 
 

@@ -24,7 +24,7 @@ LOGITS_FLOOR = dict.fromkeys(FORMATS, 20 * FLOOR[torch.float32]) | dict.fromkeys
 IDS = torch.arange(18).view(2, 9) * 7 % 61
 
 
-def widened_lm(model):
+def dequantize_lm(model):
     """Return the same model with plain float32 weights of the same values."""
     plain = MambaLM(model.config)
     quantized_layers = {
@@ -44,7 +44,7 @@ def widened_lm(model):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_quantized_model_computes_what_the_widened_one_does(family, format):
     model = quantize_model(small_lm(family, tie_embeddings=format == "int8"), format)
-    plain = widened_lm(model)
+    plain = dequantize_lm(model)
     with torch.no_grad():
         output, expected = model(IDS, labels=IDS, logits="all"), plain.double()(IDS, labels=IDS, logits="all")
         assert_near(output.logits, expected.logits, LOGITS_FLOOR[format])
@@ -58,7 +58,7 @@ def test_a_quantized_model_computes_what_the_widened_one_does(family, format):
 def test_a_compiled_token_is_to_the_bit_that_of_the_widened_model(family, format, rows):
     """The sums are taken in the same order."""
     model = quantize_model(small_lm(family), format)
-    quantized, plain = decoder(model), decoder(widened_lm(model))
+    quantized, plain = decoder(model), decoder(dequantize_lm(model))
     cache = other = None
     for ids in (IDS.flatten()[:rows], IDS.flatten()[rows : 2 * rows]):
         logits, cache = quantized.step(ids, cache)
@@ -74,7 +74,7 @@ def test_a_compiled_token_is_to_the_bit_that_of_the_widened_model(family, format
 def test_a_compiled_token_of_integer_weights_is_near_that_of_the_widened_model(family, format):
     """Activations are rounded to 16 bits in every product."""
     model = quantize_model(small_lm(family), format)
-    quantized, exact = decoder(model), widened_lm(model).double()
+    quantized, exact = decoder(model), dequantize_lm(model).double()
     cache = other = None
     for ids in IDS.T:
         logits, cache = quantized.step(ids, cache)

@@ -94,7 +94,7 @@ def make_ranks(inputs):
     return weight_hrp
 
 
-def rotated(inputs, weight_hrp, path):
+def run_rotated(inputs, weight_hrp, path):
     """Compute the same with `rotated_trapezoid_scan`, which the kernels fuse, without biases, rotation and skip."""
     rows, r, h, p = inputs["previous_v"].shape
     b, t, _, g, n = inputs["k"].shape
@@ -124,7 +124,7 @@ def run_in(dtype, inputs, path):
     acc_dtype, weight_hrp = torch.float32, make_ranks(inputs)
     activations = ("v", "k", "q", "previous_v", "previous_k")
     cast = {name: x.to(dtype if name in activations else acc_dtype) for name, x in inputs.items()}
-    results = {"trapezoid": trapezoid_scan(**cast, path=path), "rotated": rotated(cast, weight_hrp, path)}
+    results = {"trapezoid": trapezoid_scan(**cast, path=path), "rotated": run_rotated(cast, weight_hrp, path)}
     return results, recurrence(**{name: x.to(D) for name, x in cast.items()})
 
 

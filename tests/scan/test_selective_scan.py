@@ -169,7 +169,7 @@ def test_the_portable_backward_keeps_no_state_of_every_step():
     kept = []
     original = torch.Tensor.clone
 
-    def watched(x, *arguments, **keywords):
+    def watch_states(x, *arguments, **keywords):
         if x.shape == inputs["initial_state"].shape:
             kept.append(x)
         return original(x, *arguments, **keywords)
@@ -177,7 +177,7 @@ def test_the_portable_backward_keeps_no_state_of_every_step():
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
     y, _ = selective_scan(**leaves, path=SsdPath.serial_recalculated())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "clone", watched)
+        patch.setattr(torch.Tensor, "clone", watch_states)
         y.sum().backward()
     assert 0 < len(kept) <= 10
 

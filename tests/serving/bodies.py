@@ -35,10 +35,10 @@ def bodies(count, seed):
         if chat and chance.random() < 0.3:
             body["messages"] = chance.choice(MESSAGES)
         content = json.dumps(body).encode()
-        yield "/v1/chat/completions" if chat else "/v1/completions", _damaged(content, chance)
+        yield "/v1/chat/completions" if chat else "/v1/completions", _damage(content, chance)
 
 
-def _damaged(content, chance):
+def _damage(content, chance):
     kind = chance.randrange(12)
     if kind == 0:  # cut short
         return content[: chance.randrange(len(content))]

@@ -46,7 +46,7 @@ class Soak:
         self.seed = seed
         self.counts = Counter()
         self.problems = []
-        self.known = list(_known(model, random.Random(seed)))
+        self.known = list(_make_known(model, random.Random(seed)))
         every = [self.exact, self.exact, self.vanish, self.vanish, self.talk, self.talk, self.fuzz, self.scattered]
         self.kinds = [kind for kind in every if only in (None, kind.__name__)]
         self.most = most
@@ -124,7 +124,7 @@ class Soak:
         return contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=PATIENCE))
 
 
-def _known(model, chance):
+def _make_known(model, chance):
     """Yield requests, and what `generate` gives each alone."""
     for seed in range(24):
         ids = [chance.randrange(256) for _ in range(chance.choice([1, 5, 31, 32, 33, 100, 250]))]

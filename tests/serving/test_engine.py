@@ -163,12 +163,12 @@ def test_one_broken_job_touches_no_other(running):
     fine, events = make_job([5, 6], [plan(200)])
     engine.submit(fine)
 
-    def raising():
+    def raise_error():
         raise ValueError("this prompt cannot be")
 
     bad, errors = make_job([], [plan()], broken)
     worse, others = make_job([1], [plan()])
-    worse.find_start = raising
+    worse.find_start = raise_error
     engine.submit(bad)
     engine.submit(worse)
     with pytest.raises(ValueError, match="logits are not finite"):

@@ -67,7 +67,7 @@ def texts(page):
     return page.run("[...document.querySelectorAll('article .text')].map((x) => x.textContent)")
 
 
-def done(page, count):
+def wait_for_replies(page, count):
     page.until(f"document.querySelectorAll('article .tools').length === {count}")
 
 
@@ -79,7 +79,7 @@ def shot(page, name):
 def test_a_reply_streams_in_and_its_text_is_never_markup(page, words):
     shot(page, "empty")
     say(page, "the river <i>and</i> the house", 60)
-    done(page, 2)
+    wait_for_replies(page, 2)
     question, reply = texts(page)
     assert question == "the river <i>and</i> the house"
     assert len(reply.split()) == 60
@@ -91,7 +91,7 @@ def test_a_reply_streams_in_and_its_text_is_never_markup(page, words):
     assert "tokens/s" in stats
     assert "for " in page.run("document.getElementById('memory').textContent")
     say(page, "and then it was winter", 40)
-    done(page, 4)
+    wait_for_replies(page, 4)
     # The reply is found, although the template adds a space that the model did not write.
     stats = page.run("[...document.querySelectorAll('article.assistant .stats')][1].textContent")
     assert "read 7, remembered 67" in stats
@@ -111,20 +111,20 @@ def test_a_reply_can_be_stopped_by_keyboard_and_its_row_is_free(page, words):
     say(page, "go on", 4000)
     page.until("document.querySelector('article.assistant .text').textContent.length > 20")
     page.press("Escape", 27)
-    done(page, 2)
+    wait_for_replies(page, 2)
     assert "stopped" in page.run("document.querySelector('article.assistant .stats').textContent")
     page.until("fetch('/health').then((r) => r.json()).then((h) => h.running === 0)")
 
 
 def test_trying_again_and_branching_begin_from_cached_states(page, words):
     say(page, "a quiet morning in the garden", 12)
-    done(page, 2)
+    wait_for_replies(page, 2)
     first = texts(page)[1]
     read = words.metrics()["anymamba_read_tokens_total"]
     page.run("document.getElementById('seed').value = '6'")
     page.click("article.assistant [title='Write this reply again']")
     page.until("document.querySelector('article.assistant .position')?.textContent === '2 of 2'")
-    done(page, 2)
+    wait_for_replies(page, 2)
     assert words.metrics()["anymamba_read_tokens_total"] == read
     second = texts(page)[1]
     assert second != first
@@ -136,7 +136,7 @@ def test_trying_again_and_branching_begin_from_cached_states(page, words):
     page.type("a cold night on the road")
     page.press("Enter", 13)
     page.until("document.querySelector('article.user .position')?.textContent === '2 of 2'")
-    done(page, 2)
+    wait_for_replies(page, 2)
     assert texts(page)[0] == "a cold night on the road"
     shot(page, "branch")
     page.click("article.user [title='Previous version']")
@@ -146,7 +146,7 @@ def test_trying_again_and_branching_begin_from_cached_states(page, words):
 def test_a_phone_shows_everything_without_scrolling_sideways(page):
     page.size(360, 640, mobile=True)
     say(page, "far " * 40 + "x" * 200, 80)
-    done(page, 2)
+    wait_for_replies(page, 2)
     assert page.run("document.documentElement.scrollWidth") <= 360
     corner = page.run("(({right, bottom}) => [right, bottom])(document.getElementById('send').getBoundingClientRect())")
     assert corner[0] <= 360
@@ -159,6 +159,6 @@ def test_a_phone_shows_everything_without_scrolling_sideways(page):
 
 def test_errors_are_shown(page):
     say(page, "the house", stop="x" * 2000)
-    done(page, 2)
+    wait_for_replies(page, 2)
     assert "stop must be a string" in page.run("document.querySelector('.problem').textContent")
     page.problems.clear()  # the browser itself reports the status

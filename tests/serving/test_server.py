@@ -27,7 +27,7 @@ def alone(model, prompt, n, **options):
     return model.generate(torch.tensor([prompt]), n, segment_len=SEGMENT, **options).rows()[0]
 
 
-def rendered(messages):
+def render(messages):
     return "".join(f"<{m['role']}>{m['content']}</>\n" for m in messages) + "<assistant>"
 
 
@@ -107,7 +107,7 @@ class TestTheOfficialClient:
         done = client.chat.completions.create(
             model="tiny", messages=messages, max_tokens=12, seed=1, extra_body={"return_token_ids": True}
         )
-        expected = alone(served[0], ids_of(rendered(messages)), 12, seed=1, temperature=1.0)
+        expected = alone(served[0], ids_of(render(messages)), 12, seed=1, temperature=1.0)
         assert done.choices[0].token_ids == expected
 
     def test_a_stop_text_ends_a_reply_and_is_not_sent(self, client, served):
@@ -194,7 +194,7 @@ class TestStates:
         model, messages, state = served[0], [user("A first question, of some length. " * 3)], None
         known = ""
         for turn in range(4):
-            text = rendered(messages)
+            text = render(messages)
             new = ids_of(text[len(known) :])
             reply, tokens, usage, read = self.turn(server, messages)
             assert read == len(new)

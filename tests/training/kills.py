@@ -127,7 +127,7 @@ def check_same(killed, whole):
     assert not list((killed / "checkpoints").glob(".*"))
 
 
-def drawn(chance, mesh):
+def draw_kills(chance, mesh):
     """Draw for each life which rank is killed, how, and when: at an operation, or after a fraction of a run's time."""
     kills = []
     for _ in range(RESTARTS):
@@ -147,7 +147,7 @@ def main(kills, seed):
         while len(all_deaths) < kills:
             mesh = chance.choice(list(MESHES))
             whole = Path(name) / f"whole-{mesh}"
-            deaths = attempt(Path(name) / f"run{runs}", whole, corpus, mesh, drawn(chance, mesh))
+            deaths = attempt(Path(name) / f"run{runs}", whole, corpus, mesh, draw_kills(chance, mesh))
             runs += 1
             all_deaths += deaths
             print(f"{mesh}: {len(deaths)} kills, the same bytes; {len(all_deaths)} of {kills}", flush=True)

@@ -418,7 +418,7 @@ class TestLeftovers:
         assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
 
     def test_a_removal_that_is_cut_off_leaves_no_half_checkpoint(self, trainer, monkeypatch):
-        def killed(path, ignore_errors=False, remove=shutil.rmtree):
+        def remove_some_and_die(path, ignore_errors=False, remove=shutil.rmtree):
             if ignore_errors:
                 remove(path, ignore_errors=True)
             else:
@@ -426,7 +426,7 @@ class TestLeftovers:
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(saver_module.shutil, "rmtree", killed)
+            patch.setattr(saver_module.shutil, "rmtree", remove_some_and_die)
             trainer.step += 1
             with pytest.raises(KeyboardInterrupt):
                 trainer.save()

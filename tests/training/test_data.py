@@ -27,7 +27,7 @@ def corpus(tmp_path):
     return write_corpus(tmp_path / "corpus")
 
 
-def prepared(corpus, directory, **data):
+def prepare_data(corpus, directory, **data):
     return prepare(tiny(corpus, data=data).data, directory, ByteTokenizer())
 
 
@@ -53,7 +53,7 @@ class Gaps:
 
 class TestCorpus:
     def test_shards_hold_every_document_once(self, corpus, tmp_path):
-        splits = prepared(corpus, tmp_path / "data", shard_tokens=300)
+        splits = prepare_data(corpus, tmp_path / "data", shard_tokens=300)
         train, held_out = split(find(corpus), 0.1, b"")
         assert len(splits.train.parts) > 2
         for tokens, documents in ((splits.train, train), (splits.held_out, held_out)):
@@ -112,20 +112,20 @@ class TestCorpus:
 
     def test_shards_of_other_text_are_kept(self, corpus, tmp_path):
         shared = {"shards": str(tmp_path / "data")}
-        before = prepared(corpus, tmp_path / "data", **shared)
+        before = prepare_data(corpus, tmp_path / "data", **shared)
         (tmp_path / "other.txt").write_text("other " * 100)
         with pytest.raises(ValueError, match=r"expected tokenized text of the same sources, .* found that of others"):
-            prepared(tmp_path / "other.txt", tmp_path / "data", **shared)
+            prepare_data(tmp_path / "other.txt", tmp_path / "data", **shared)
         assert open_corpus(tmp_path / "data").checksum == before.checksum
-        assert prepared(corpus, tmp_path / "data", **shared).checksum == before.checksum
+        assert prepare_data(corpus, tmp_path / "data", **shared).checksum == before.checksum
 
     def test_shards_that_another_process_writes_are_not_touched(self, corpus, tmp_path):
         (tmp_path / "data").mkdir()
         with run_lock(tmp_path / "data"), pytest.raises(ValueError, match="another process is using this run"):
-            prepared(corpus, tmp_path / "data")
-        prepared(corpus, tmp_path / "data")
+            prepare_data(corpus, tmp_path / "data")
+        prepare_data(corpus, tmp_path / "data")
         with run_lock(tmp_path / "data"):
-            prepared(corpus, tmp_path / "data")
+            prepare_data(corpus, tmp_path / "data")
 
     def test_ids_beyond_the_vocabulary_are_rejected(self, corpus, tmp_path):
         with pytest.raises(ValueError, match=r"document\d.txt: expected token ids below 256, .* got 300"):
@@ -137,29 +137,29 @@ class TestCorpus:
         assert begin.read(b"").decode() + end.read(b"").decode() == "ä" * 501
 
     def test_tokenizing_continues_where_it_stopped(self, corpus, tmp_path, monkeypatch):
-        whole = prepared(corpus, tmp_path / "whole", shard_tokens=300)
+        whole = prepare_data(corpus, tmp_path / "whole", shard_tokens=300)
         from anymamba.training.data import shards
 
         written = []
 
-        def failing(path, tensors, metadata, write=shards.write_tensors):
+        def fail_at_third(path, tensors, metadata, write=shards.write_tensors):
             if len(written) == 2:
                 raise OSError(28, "No space left on device")
             written.append(path)
             write(path, tensors, metadata)
 
-        monkeypatch.setattr(shards, "write_tensors", failing)
+        monkeypatch.setattr(shards, "write_tensors", fail_at_third)
         with pytest.raises(OSError, match="No space"):
-            prepared(corpus, tmp_path / "data", shard_tokens=300)
+            prepare_data(corpus, tmp_path / "data", shard_tokens=300)
         monkeypatch.undo()
         files = sorted((tmp_path / "data").glob("train-*.safetensors"))
         assert len(files) == 2
         times = [path.stat().st_mtime_ns for path in files]
-        assert prepared(corpus, tmp_path / "data", shard_tokens=300).checksum == whole.checksum
+        assert prepare_data(corpus, tmp_path / "data", shard_tokens=300).checksum == whole.checksum
         assert [path.stat().st_mtime_ns for path in files] == times
 
     def test_a_damaged_shard_is_named(self, corpus, tmp_path):
-        prepared(corpus, tmp_path / "data")
+        prepare_data(corpus, tmp_path / "data")
         file = tmp_path / "data" / "train-00000.safetensors"
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
@@ -169,7 +169,7 @@ class TestCorpus:
 
     def test_a_shard_that_is_cut_short_while_it_is_read_is_an_error(self, corpus, tmp_path):
         """In a mapped file, reading beyond its end would end the process."""
-        text = prepared(corpus, tmp_path / "data").train
+        text = prepare_data(corpus, tmp_path / "data").train
         file = tmp_path / "data" / "train-00000.safetensors"
         tokens = text.read(0, text.total)
         os.truncate(file, file.stat().st_size // 2)
@@ -194,7 +194,7 @@ class TestCorpus:
         ids=str,
     )
     def test_a_damaged_index_is_named(self, corpus, tmp_path, damage):
-        prepared(corpus, tmp_path / "data")
+        prepare_data(corpus, tmp_path / "data")
         index = tmp_path / "data" / "index.json"
         whole = json.loads(index.read_text())
         for table in ({**whole, **damage}, {name: x for name, x in whole.items() if name not in damage}):
@@ -216,7 +216,7 @@ class TestCorpus:
     )
     def test_a_shard_whose_parts_do_not_fit_together_is_named(self, corpus, tmp_path, damage):
         """Whoever wrote its checksum."""
-        prepared(corpus, tmp_path / "data")
+        prepare_data(corpus, tmp_path / "data")
         lengths = torch.tensor([3, 5])
         whole = {"tokens": torch.zeros(8, dtype=torch.uint8), "lengths": lengths, "sizes": lengths.clone()}
         file, index = (tmp_path / "data" / name for name in ("train-00000.safetensors", "index.json"))
@@ -251,9 +251,9 @@ class TestCorpus:
         assert re.search(rf"lines\.jsonl:2: .*{message}", *listing.problems)
 
     def test_changed_text_is_tokenized_again(self, corpus, tmp_path):
-        before = prepared(corpus, tmp_path / "data")
+        before = prepare_data(corpus, tmp_path / "data")
         (corpus / "more.txt").write_text("more")
-        assert prepared(corpus, tmp_path / "data").checksum != before.checksum
+        assert prepare_data(corpus, tmp_path / "data").checksum != before.checksum
 
 
 class TestOrder:
@@ -268,7 +268,7 @@ class TestOrder:
 
     @pytest.mark.parametrize("mode", ["packed", "stream"])
     def test_the_order_is_a_function_of_seed_and_step_alone(self, corpus, tmp_path, mode):
-        tokens = prepared(corpus, tmp_path / "data").train
+        tokens = prepare_data(corpus, tmp_path / "data").train
         a, b, other = (batches(tokens, mode, seed) for seed in (5, 5, 6))
         forward = [a.step(i)[0] for i in range(40)]
         for i in reversed(range(40)):
@@ -276,18 +276,18 @@ class TestOrder:
         assert any(not torch.equal(forward[i].inputs, other.step(i)[0].inputs) for i in range(40))
 
     def test_an_epoch_shows_every_row_once(self, corpus, tmp_path):
-        tokens = prepared(corpus, tmp_path / "data").train
+        tokens = prepare_data(corpus, tmp_path / "data").train
         count = tokens.total // 32
         inputs = batches(tokens, rows=count).step(1)[0].inputs.view(count, 32)
         assert sorted(inputs.tolist()) == sorted(tokens.read(0, count * 32).view(count, 32).tolist())
 
     def test_accumulation_reads_the_same_rows(self, corpus, tmp_path):
-        tokens = prepared(corpus, tmp_path / "data").train
+        tokens = prepare_data(corpus, tmp_path / "data").train
         whole, parts = batches(tokens).step(3), batches(tokens, accumulation=2).step(3)
         assert torch.equal(whole[0].inputs, torch.cat([part.inputs for part in parts], 1))
 
     def test_too_little_text_says_how_much_is_needed(self, corpus, tmp_path):
-        tokens = prepared(corpus, tmp_path / "data").train
+        tokens = prepare_data(corpus, tmp_path / "data").train
         with pytest.raises(ValueError, match=f"expected at least 99999 tokens .*got {tokens.total}"):
             batches(tokens, length=99999)
 
@@ -302,7 +302,7 @@ def by_document(sequence, begin, end):
 class TestPacking:
     @pytest.mark.parametrize("family", ["Mamba2", "Mamba3"])
     def test_packed_rows_equal_separate_documents_in_loss_and_gradients(self, corpus, tmp_path, family):
-        tokens = prepared(corpus, tmp_path / "data").train
+        tokens = prepare_data(corpus, tmp_path / "data").train
         sequence = Sequence(tokens)
         model = small_lm(family, torch.float64, vocab_size=256)
         spans = [(start, start + 150) for start in (0, 620, 1000)]
@@ -332,7 +332,7 @@ class TestPacking:
 
     @pytest.mark.parametrize("family", ["Mamba2", "Mamba3", "Mamba3 MIMO"])
     def test_streams_carry_what_one_long_forward_computes(self, corpus, tmp_path, family):
-        tokens = prepared(corpus, tmp_path / "data").train
+        tokens = prepare_data(corpus, tmp_path / "data").train
         model = small_lm(family, torch.float64, vocab_size=256)
         source, nats, carried = batches(tokens, "stream", rows=3, length=20), 0.0, None
         steps = tokens.total // 3 // 20
@@ -351,7 +351,7 @@ class TestPacking:
             assert_near(carried.tensors()[name], tensor, 1e-9, name)
 
     def test_segments_read_everything_once_and_carry_their_state(self, corpus, tmp_path):
-        tokens = prepared(corpus, tmp_path / "data").train
+        tokens = prepare_data(corpus, tmp_path / "data").train
         model = small_lm("Mamba3", torch.float64, vocab_size=256)
         costs = []
         for length in (50, 10_000):
@@ -365,7 +365,7 @@ class TestPacking:
         assert costs[0] == pytest.approx(costs[1], rel=1e-12)
 
     def test_the_end_of_a_document_is_not_a_target(self, corpus, tmp_path):
-        tokens = prepared(corpus, tmp_path / "data").train
+        tokens = prepare_data(corpus, tmp_path / "data").train
         (batch,) = segments(tokens, tokens.total)
         ends = tokens.lengths.cumsum(0) - 1
         ignored = (batch.targets[0] == IGNORED_LABEL).nonzero().flatten()

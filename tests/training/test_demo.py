@@ -38,13 +38,13 @@ def demo(tmp_path):
     return make
 
 
-def begun(tmp_path):
+def begin_demo(tmp_path):
     return create_run(tiny(write_corpus(tmp_path / "corpus")), tmp_path / "runs" / "demo", silent)
 
 
 def test_a_demo_that_was_stopped_or_finished_continues(demo, tmp_path):
     assert demo() == FRESH
-    trainer = begun(tmp_path)
+    trainer = begin_demo(tmp_path)
     trainer.save()
     assert demo() == RESUMED
     assert trainer.run()
@@ -52,15 +52,15 @@ def test_a_demo_that_was_stopped_or_finished_continues(demo, tmp_path):
 
 
 def test_a_demo_that_failed_in_its_first_save_starts_again(demo, tmp_path, monkeypatch):
-    def killed(*arguments, **options):
+    def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    trainer = begun(tmp_path)
-    monkeypatch.setattr(sharded_tensors, "write_tensors", killed)
+    trainer = begin_demo(tmp_path)
+    monkeypatch.setattr(sharded_tensors, "write_tensors", interrupt)
     monkeypatch.setattr(saver_module.shutil, "rmtree", lambda *arguments, **options: None)
     with pytest.raises(KeyboardInterrupt):
         trainer.run()
     monkeypatch.undo()
     assert list((tmp_path / "runs" / "demo" / "checkpoints").glob(".step-*/model.safetensors"))
     assert demo() == FRESH
-    assert begun(tmp_path).run()
+    assert begin_demo(tmp_path).run()

@@ -23,7 +23,7 @@ def corpus(tmp_path):
     return write_corpus(tmp_path / "corpus")
 
 
-def begun_with(corpus, init, **sections):
+def config_with_init(corpus, init, **sections):
     return tiny(corpus, model={**FRESH, "init": str(init), **sections.pop("model", {})}, **sections)
 
 
@@ -39,7 +39,7 @@ def test_a_run_begins_with_the_weights_and_the_sizes_of_the_model(corpus, tmp_pa
     model = small_lm(family, **MODEL, tie_embeddings=tied, rms_norm=False, d_intermediate=128)
     model.save_pretrained(tmp_path / "model")
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
-    trainer = create_run(begun_with(corpus, tmp_path / "model"), tmp_path / "run", silent)
+    trainer = create_run(config_with_init(corpus, tmp_path / "model"), tmp_path / "run", silent)
     assert_equal(trainer.model.state_dict(), model.state_dict())
     assert trainer.model.config == MambaLM.from_pretrained(tmp_path / "model").config
     assert trainer.model.training
@@ -50,14 +50,14 @@ def test_a_run_begins_with_the_weights_and_the_sizes_of_the_model(corpus, tmp_pa
 
 def test_weights_are_learned_in_the_precision_of_the_run(corpus, tmp_path):
     small_lm(**MODEL, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
-    trainer = create_run(begun_with(corpus, tmp_path / "model"), tmp_path / "run", silent)
+    trainer = create_run(config_with_init(corpus, tmp_path / "model"), tmp_path / "run", silent)
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_resumed_run_is_bit_equal_and_no_longer_needs_the_model(corpus, tmp_path, kind):
     small_lm("Mamba3", **MODEL).save_pretrained(tmp_path / "model")
-    config = begun_with(corpus, tmp_path / "model", optimizer={"kind": kind}, data={"mode": "stream"})
+    config = config_with_init(corpus, tmp_path / "model", optimizer={"kind": kind}, data={"mode": "stream"})
     whole = create_run(config, tmp_path / "whole", silent)
     assert whole.run()
     part = create_run(config, tmp_path / "part", silent)
@@ -90,7 +90,7 @@ def test_a_resumed_run_is_bit_equal_and_no_longer_needs_the_model(corpus, tmp_pa
 def test_sizes_that_contradict_the_model_are_rejected(corpus, tmp_path, section, message):
     small_lm("Mamba2", **MODEL).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=f"model.init = .*: the model differs from the config: {message}"):
-        create_run(begun_with(corpus, tmp_path / "model", model=section), tmp_path / "run", silent)
+        create_run(config_with_init(corpus, tmp_path / "model", model=section), tmp_path / "run", silent)
     assert not (tmp_path / "run").exists()
 
 
@@ -99,7 +99,7 @@ def test_sizes_that_say_the_same_are_not(corpus, tmp_path):
     model.save_pretrained(tmp_path / "model")
     section = {"family": "Mamba2", "n_layer": model.config.n_layer, "d_model": model.config.d_model}
     section |= {"tie_embeddings": True, "d_intermediate": 0, "block": {"d_conv": model.config.block_config().d_conv}}
-    create_run(begun_with(corpus, tmp_path / "model", model=section), tmp_path / "run", silent)
+    create_run(config_with_init(corpus, tmp_path / "model", model=section), tmp_path / "run", silent)
 
 
 class TestTokenizer:
@@ -119,19 +119,19 @@ class TestTokenizer:
     def test_that_of_the_model_is_taken(self, corpus, tmp_path, tokenizer):
         small_lm(vocab_size=280).save_pretrained(tmp_path / "model")
         shutil.copy(tokenizer / "tokenizer.json", tmp_path / "model")
-        assert create_run(begun_with(corpus, tmp_path / "model"), tmp_path / "run", silent).run()
+        assert create_run(config_with_init(corpus, tmp_path / "model"), tmp_path / "run", silent).run()
         shutil.rmtree(tmp_path / "model")
         assert load_tokenizer(None, tmp_path / "run", 280).vocab_size == 270
         assert open_run(tmp_path / "run", {}, silent).run()
 
     def test_one_that_does_not_fit_is_rejected(self, corpus, tmp_path, tokenizer):
         small_lm(**MODEL).save_pretrained(tmp_path / "model")
-        config = begun_with(corpus, tmp_path / "model", data={"tokenizer": str(tokenizer)})
+        config = config_with_init(corpus, tmp_path / "model", data={"tokenizer": str(tokenizer)})
         with pytest.raises(ValueError, match="it has 270 tokens, the model 256"):
             create_run(config, tmp_path / "run", silent)
         small_lm(vocab_size=280).save_pretrained(tmp_path / "wide")
         with pytest.raises(ValueError, match=r"no tokenizer\.json next to the weights"):
-            create_run(begun_with(corpus, tmp_path / "wide"), tmp_path / "run", silent)
+            create_run(config_with_init(corpus, tmp_path / "wide"), tmp_path / "run", silent)
 
     def test_a_directory_will_do(self, corpus, tmp_path, tokenizer):
         assert create_run(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", silent).run()
@@ -228,10 +228,10 @@ class TestChanges:
         part.save()
         again = open_run(tmp_path / "run", {"optimizer.lr": "0.001"}, silent)
 
-        def killed():
+        def interrupt():
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(again, "_take_step", killed)
+        monkeypatch.setattr(again, "_take_step", interrupt)
         with pytest.raises(KeyboardInterrupt):
             again.run()
         third = open_run(tmp_path / "run", {}, silent)

@@ -28,7 +28,7 @@ from tests.training.test_process_group import (
     resume_case,
     world_of,
 )
-from tests.training.test_saver import names_in, replaced, trained
+from tests.training.test_saver import names_in, replace_attribute, train
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 
@@ -61,7 +61,7 @@ def sign(path, files):
     write_json(path / "training.json", {**manifest, "checksum": manifest_checksum(manifest)})
 
 
-def unlisted(path):
+def unlist(path):
     sign(path, [name for name in names_in(path) if name not in ("training.json", "model-00002-of-00002.safetensors")])
 
 
@@ -87,7 +87,7 @@ DAMAGES = {
     flip: "carried-00001-of-00002.safetensors must have the checksum",
     remove: "model-00002-of-00002.safetensors must have the checksum .* got missing",
     of_another: "model-00001-of-00002.safetensors must have the checksum",
-    unlisted: "model must be one file, or the files of all ranks that wrote it, got model-00001-of-00002.safetensors",
+    unlist: "model must be one file, or the files of all ranks that wrote it, got model-00001-of-00002.safetensors",
     other_rows: "model-00002-of-00002.safetensors must list which rows of backbone.embedding.weight",
     same_rows: "each of the 256 rows of backbone.embedding.weight must be in one file",
     more_rows: r"model-00002-of-00002.safetensors must have rows of backbone.embedding.weight as .*\(256, 16\)",
@@ -96,7 +96,7 @@ DAMAGES = {
 
 def damage_case(rank):
     """Check that damage to a shard is named, and that all ranks, and one process, use the checkpoint before it."""
-    trained(rank, "sound", STREAM, {"shard": 2})
+    train(rank, "sound", STREAM, {"shard": 2})
     for damage, words in DAMAGES.items():
         directory = shared_directory(f"damaged by {damage.__name__}")
         if rank == 0:
@@ -117,18 +117,18 @@ def damage_case(rank):
 def own_rows_case(rank):
     """Check that a rank on a mesh that shards the weights reads only its own rows, and what is not sharded."""
     fields = STREAM | MUON
-    trained(rank, "half", fields, {}, stop=3)
+    train(rank, "half", fields, {}, stop=3)
     read = []
 
-    def counting(get):
-        def counted(stored, rows):
+    def wrap_get(get):
+        def count_rows(stored, rows):
             rows_read = get(stored, rows)
             read.append(rows_read.numel())
             return rows_read
 
-        return counted
+        return count_rows
 
-    with replaced(StoredTensor, "__getitem__", counting):
+    with replace_attribute(StoredTensor, "__getitem__", wrap_get):
         trainer = open_run(shared_directory("half"), {"parallel.shard": "2"}, silent, world_of(rank))
     path = list_checkpoints(shared_directory("half") / "checkpoints")[0]
     total = sum(x.numel() for file in path.glob("*.safetensors") for x in load_file(file).values())
@@ -143,7 +143,7 @@ def own_rows_case(rank):
 
 def init_case(rank):
     """Check that a run that started from another model's weights continues from shards, without that model."""
-    trained(rank, "first", {}, {"shard": 2})
+    train(rank, "first", {}, {"shard": 2})
     config = {"model": {"init": str(shared_directory("moved"))}, "schedule": {"steps": 4}}
     if rank == 0:
         shared_directory("moved").mkdir()

@@ -33,7 +33,7 @@ from tests.training.test_process_group import (
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 
 
-def trained(rank, name, fields, mesh, stop=None):
+def train(rank, name, fields, mesh, stop=None):
     """Train on several ranks, perhaps only in part; return the trainer and its checkpoints, the latest first."""
     prepare(rank)
     directory = shared_directory(name)
@@ -48,7 +48,7 @@ def names_in(path):
 
 
 @contextmanager
-def replaced(owner, name, make):
+def replace_attribute(owner, name, make):
     """Replace an attribute during the block by one that is made from it."""
     before = getattr(owner, name)
     setattr(owner, name, make(before))
@@ -60,7 +60,7 @@ def replaced(owner, name, make):
 
 def format_case(rank):
     """Check that ranks write their own rows of sharded tensors; without any, there is one whole file."""
-    _, (path, *_) = trained(rank, "divided", STREAM | MUON, {"shard": 2})
+    _, (path, *_) = train(rank, "divided", STREAM | MUON, {"shard": 2})
     numbered = [f"{kind}-0000{i}-of-00002.safetensors" for kind in ("carried", "model", "optimizer") for i in (1, 2)]
     assert names_in(path) == sorted([*numbered, "config.json", "training.json"])
     for name in numbered:
@@ -73,10 +73,10 @@ def format_case(rank):
     assert sorted(final) == sorted(whole)
     assert all(torch.equal(final[key], whole[key]) for key in final)
     for mesh in ({}, {"context": 2}):
-        _, (path, *_) = trained(rank, f"whole{'-'.join(mesh)}", {}, mesh)
+        _, (path, *_) = train(rank, f"whole{'-'.join(mesh)}", {}, mesh)
         assert names_in(path) == ["config.json", "model.safetensors", "optimizer.safetensors", "training.json"]
         MambaLM.from_pretrained(path)
-        _, (path, *_) = trained(rank, f"streams{'-'.join(mesh)}", STREAM, mesh)
+        _, (path, *_) = train(rank, f"streams{'-'.join(mesh)}", STREAM, mesh)
         carried = ["carried.safetensors"] if mesh else numbered[:2]
         assert [name for name in names_in(path) if "carried" in name] == carried
     dist.barrier()
@@ -86,7 +86,7 @@ def background_case(rank, mesh):
     """Check that steps taken while a slow disk writes give the bits of a run that saves only at its end."""
     fields, when = STREAM | PARTS | MUON | {"checkpoints": {"every": 1, "keep": 9}}, []
     once = fields | {"checkpoints": {"every": 0}}
-    _, (expected, *_) = trained(rank, f"once{'-'.join(mesh)}", once, mesh)
+    _, (expected, *_) = train(rank, f"once{'-'.join(mesh)}", once, mesh)
 
     def slow(write):
         def written(part, directory, *more):
@@ -100,7 +100,7 @@ def background_case(rank, mesh):
 
     directory = shared_directory(f"often{'-'.join(mesh)}")
     trainer = create_run(config_of(fields, mesh), directory, silent, world_of(rank))
-    with replaced(Part, "write", slow):
+    with replace_attribute(Part, "write", slow):
         trainer.run(shown=False)
     dist.barrier()
     assert [int(path.name[5:]) for path in list_checkpoints(directory / "checkpoints")] == [4, 3, 2, 1, 0]
@@ -137,7 +137,7 @@ def full_disk_case(rank, victim):
     name = f"optimizer-0000{victim + 1}-of-00002.safetensors"
     words = rf"^rank {victim} of 2: \S*step-00000003: cannot be written; .* File too large: \S*/{name}'"
     again._take_step()
-    disk = replaced(Part, "write", on_a_full_disk) if rank == victim else nullcontext()
+    disk = replace_attribute(Part, "write", on_a_full_disk) if rank == victim else nullcontext()
     with pytest.raises(SharedError, match=words), disk:
         again.save()
     dist.barrier()
@@ -169,7 +169,7 @@ def failed_in_the_background_case(rank):
         return written
 
     words = r"rank 1 of 2: .*step-00000002: .*No space left.*model-00002-of"
-    with pytest.raises(SharedError, match=words), replaced(Part, "write", failing):
+    with pytest.raises(SharedError, match=words), replace_attribute(Part, "write", failing):
         trainer.run(shown=False)
     assert 2 <= trainer.step <= 4
     dist.barrier()
@@ -220,7 +220,7 @@ def slow_disk_case(rank):
     part = Part({name: {"x": torch.zeros(1)}}, lambda _: disk.wait(60))
     saver.start(part, MANIFEST, previous=-1, keep=2)
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "checkpoint")
-    with replaced(saver_module, "_PATIENCE_S", lambda _: 0.1), pytest.raises(ZeroDivisionError), saver:
+    with replace_attribute(saver_module, "_PATIENCE_S", lambda _: 0.1), pytest.raises(ZeroDivisionError), saver:
         1 / 0  # noqa: B018
     assert thread.is_alive()
     assert list_checkpoints(directory) == []

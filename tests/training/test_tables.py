@@ -90,7 +90,7 @@ def test_what_cannot_be_used_is_rejected_with_its_line(tmp_path, name, text, opt
 
 
 def test_arrays_that_cannot_be_used(tmp_path):
-    def saved(x):
+    def save(x):
         np.save(tmp_path / "x.npy", x, allow_pickle=True)
         return [str(tmp_path / "x.npy")]
 
@@ -102,10 +102,10 @@ def test_arrays_that_cannot_be_used(tmp_path):
         (np.zeros((2, 3)), {"targets": ["label"]}, "data.targets must be one .npy file, got label"),
     ]:
         with pytest.raises(ValueError, match=message):
-            read_tables(saved(array), **options)
+            read_tables(save(array), **options)
     np.save(tmp_path / "y.npy", np.zeros(3))
     with pytest.raises(ValueError, match=r"expected 2 rows, as .*x.npy has sequences, got \(3,\)"):
-        read_tables(saved(np.zeros((2, 3))), targets=[str(tmp_path / "y.npy")])
+        read_tables(save(np.zeros((2, 3))), targets=[str(tmp_path / "y.npy")])
     for sources, message in [([], "data.sources must name files"), (["none.csv"], "none.csv: no such file")]:
         with pytest.raises(ValueError, match=message):
             read_tables(sources)
