@@ -22,7 +22,8 @@ API = {
         "Blocks",
         "anymamba.blocks.mamba1.Mamba1 anymamba.blocks.mamba1.Mamba1Config anymamba.blocks.mamba2.Mamba2 "
         "anymamba.blocks.mamba2.Mamba2Config anymamba.blocks.mamba3.Mamba3 "
-        "anymamba.blocks.mamba3_config.Mamba3Config anymamba.blocks.base.Block",
+        "anymamba.blocks.mamba3_config.Mamba3Config anymamba.blocks.attention.Attention "
+        "anymamba.blocks.attention.AttentionConfig anymamba.blocks.base.Block",
     ),
     "scan": (
         "Scans",

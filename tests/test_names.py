@@ -68,7 +68,7 @@ def make(family, **fields):
 @pytest.mark.parametrize("row", rows("Sizes and options"), ids=lambda row: row[0])
 def test_a_size_or_option_changes_a_block(row):
     name, _, value = spans(row[1])[0].partition("=")
-    families = [family for family in FAMILIES.values() if hasattr(family.CONFIG(32, **BARE[family]), name)]
+    families = [family for family, bare in BARE.items() if hasattr(family.CONFIG(32, **bare), name)]
     assert families
     for family in families:
         options = {name: ast.literal_eval(value) if value else VALUES[name]} if name != "nheads" else {"headdim": 16}

@@ -14,6 +14,9 @@ _IS_COMMAND = PurePath(*sys.orig_argv[1:2]).stem == "anymamba" or sys.orig_argv[
 
 if TYPE_CHECKING or not _IS_COMMAND:
     from anymamba import analysis as inspect  # noqa: F401
+    from anymamba.blocks.attention import Attention as Attention
+    from anymamba.blocks.attention import AttentionCache as AttentionCache
+    from anymamba.blocks.attention import AttentionConfig as AttentionConfig
     from anymamba.blocks.mamba1 import Mamba1 as Mamba1
     from anymamba.blocks.mamba1 import Mamba1Cache as Mamba1Cache
     from anymamba.blocks.mamba1 import Mamba1Config as Mamba1Config

@@ -2,11 +2,12 @@
 
 import torch
 
-from anymamba import Mamba1, Mamba2, Mamba3
+from anymamba import Attention, Mamba1, Mamba2, Mamba3
 from tests.scan import cases
 
 SMALL = {"d_model": 16, "d_state": 8, "headdim": 8}
-SIZES = {Mamba1: {"d_model": 16, "d_state": 8}, Mamba2: SMALL, Mamba3: SMALL}
+HEADS = {"d_model": 16, "num_heads": 4}
+SIZES = {Mamba1: {"d_model": 16, "d_state": 8}, Mamba2: SMALL, Mamba3: SMALL, Attention: HEADS}
 OPTIONS = {
     "mamba1": (Mamba1, {}),
     "mamba1 odd sizes": (Mamba1, {"expand": 2.25, "d_state": 5, "dt_rank": 3, "d_conv": 3}),
@@ -41,6 +42,16 @@ OPTIONS = {
     "mamba3 mimo 3": (Mamba3, {"is_mimo": True, "mimo_rank": 3, "is_outproj_norm": True}),
     "mamba3 mimo 4": (Mamba3, {"is_mimo": True, "mimo_rank": 4, "rope_fraction": 1}),
     "mamba3 mimo quaternion": (Mamba3, {"is_mimo": True, "mimo_rank": 2, "rotation": "quaternion", "rope_fraction": 1}),
+    "attention": (Attention, {}),
+    "attention groups": (Attention, {"num_heads_kv": 2, "rotary_emb_dim": 4, "softmax_scale": 0.7}),
+    "attention one group": (Attention, {"num_heads_kv": 1, "head_dim": 6, "rotary_emb_dim": 4, "rotary_emb_base": 50}),
+    "attention interleaved": (
+        Attention,
+        {"rotary_emb_dim": 2, "rotary_emb_interleaved": True, "rotary_emb_scale": 0.5, "qkv_proj_bias": False},
+    ),
+    "attention convolution and MLP": (Attention, {"d_conv": 3, "mlp_dim": 20, "rotary_emb_dim": 4}),
+    "attention window": (Attention, {"window": 3, "rotary_emb_dim": 4, "out_proj_bias": False}),
+    "attention softcap": (Attention, {"softcap": 1.5, "num_heads_kv": 2, "window": 20}),
 }
 FEW = {
     name: OPTIONS[name]
@@ -53,13 +64,17 @@ FEW = {
         "mamba3 fixed rotation",
         "mamba3 mimo 2",
         "mamba3 mimo 3",
+        "attention groups",
+        "attention convolution and MLP",
+        "attention window",
     )
 }
-PATHWAYS = {Mamba1: ["single"], Mamba2: ["single"], Mamba3: ["single", "double"]}
+PATHWAYS = {Mamba1: ["single"], Mamba2: ["single"], Mamba3: ["single", "double"], Attention: ["single"]}
 ALGORITHMS = {
     Mamba1: [name for name in cases.ALGORITHMS if name not in ("minimal", "serial")],
     Mamba2: cases.ALGORITHMS,
     Mamba3: cases.ALGORITHMS,
+    Attention: ["recurrent"],  # it has no scan, and takes any path
 }
 FEW_BY_ALGORITHM = [(options, name) for options, (family, _) in FEW.items() for name in ALGORITHMS[family]]
 
@@ -80,13 +95,32 @@ def tensors_of(cache):
     return dict(zip(cache._fields, cache, strict=True))
 
 
+def without_padding(cache):
+    """Return the cache with zeros after the steps that each row of a growing tensor has."""
+    if not cache.GROWING_FIELDS:
+        return cache
+    trimmed = cache.trim()
+    is_real = torch.arange(int(cache.lengths.max() if len(cache.lengths) else 0)) < cache.lengths.unsqueeze(1)
+    fields = {name: getattr(trimmed, name) for name in cache.GROWING_FIELDS}
+    return trimmed._replace(
+        **{name: x * is_real.view(*is_real.shape, *[1] * (x.ndim - 2)) for name, x in fields.items()}
+    )
+
+
 def random_cache(block, rows):
-    """Make a cache of random leaves; unit quaternions where the cache holds those."""
+    """Make a cache of random leaves; unit quaternions where the cache holds those, rows of lengths 5, 2, 4, 0."""
     empty = block.init_cache(rows)
-    leaves = {name: torch.randn(x.shape, dtype=x.dtype) for name, x in tensors_of(empty).items()}
+    if growing := empty.GROWING_FIELDS:
+        lengths = torch.tensor([5, 2, 4, 0])[:rows]
+        longer = {name: getattr(empty, name).new_zeros(rows, 5, *getattr(empty, name).shape[2:]) for name in growing}
+        empty = empty._replace(**longer, lengths=lengths)
+    leaves = {
+        name: x if name in empty.CPU_FIELDS else torch.randn(x.shape, dtype=x.dtype)
+        for name, x in tensors_of(empty).items()
+    }
     if getattr(block.config, "rotation", None) == "quaternion":
         leaves["rotation"] /= leaves["rotation"].norm(dim=-1, keepdim=True)
-    return empty._replace(**{name: x.requires_grad_() for name, x in leaves.items()})
+    return empty._replace(**{name: x.requires_grad_(x.is_floating_point()) for name, x in leaves.items()})
 
 
 def unroll(block, x, cache):
@@ -105,13 +139,13 @@ def results(block, x, cache, run, leaves=None):
     """
     x = x.detach().clone().requires_grad_()
     y, new = run(block, x, cache)
-    outputs = {"y": y, **tensors_of(new)}
+    outputs = {"y": y, **tensors_of(without_padding(new))}
     if "rotation" in outputs and outputs["rotation"].ndim == 3:
         angle = outputs.pop("rotation")
         outputs |= {"cos": angle.cos(), "sin": angle.sin()}
     leaves = {"x": x, **dict(block.named_parameters())}
     if cache is not None:
-        leaves |= {f"cache.{name}": leaf for name, leaf in tensors_of(cache).items()}
+        leaves |= {f"cache.{name}": leaf for name, leaf in tensors_of(cache).items() if leaf.requires_grad}
     generator = torch.Generator().manual_seed(5)
     loss = sum(
         (o * torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype)).sum() for o in outputs.values()

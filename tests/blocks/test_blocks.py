@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anymamba import Mamba1, Mamba2, Mamba3, SsdPath
+from anymamba import Attention, Mamba1, Mamba2, Mamba3, SsdPath
 from tests.blocks.families import (
     ALGORITHMS,
     FEW,
@@ -19,6 +19,7 @@ from tests.blocks.families import (
     results,
     tensors_of,
     unroll,
+    without_padding,
 )
 from tests.support import FLOOR, assert_all_near, assert_near
 
@@ -121,7 +122,7 @@ def test_padded_rows_equal_rows_alone(options, padding, start):
         cache = random_cache(block, 3) if start == "random" else block.init_cache(3)
         leaf = x.clone().requires_grad_()
         y, new = block.prefill(leaf, cache, mask=mask, path=path)
-        loss = (y * head).sum() + sum(f.square().sum() for f in tensors_of(new).values())
+        loss = (y * head).sum() + sum(f.square().sum() for f in tensors_of(without_padding(new)).values())
         grads = torch.autograd.grad(loss, [leaf, *parameters])
         assert (y[~mask] == 0).all()
         expected_grads = [torch.zeros_like(p) for p in parameters]
@@ -129,14 +130,14 @@ def test_padded_rows_equal_rows_alone(options, padding, start):
             tokens = x[row : row + 1, mask[row]].requires_grad_()
             if not tokens.shape[1]:
                 for name, field in tensors_of(cache.rows(row)).items():
-                    assert torch.equal(getattr(new, name)[row : row + 1], field), name
+                    assert torch.equal(getattr(new.rows(row), name), field), name
                 alone = cache.rows(row)
                 y_alone = tokens
             else:
                 y_alone, alone = block.prefill(tokens, cache.rows(row), path=path)
             assert_near(y[row, mask[row]], y_alone[0], FLOOR[torch.float64])
             for name, field in tensors_of(alone).items():
-                assert_near(getattr(new, name)[row : row + 1], field, FLOOR[torch.float64], name)
+                assert_near(getattr(new.rows(row), name), field, FLOOR[torch.float64], name)
             if not tokens.shape[1]:
                 continue
             fields = sum(f.square().sum() for f in tensors_of(alone).values())
@@ -171,7 +172,7 @@ def test_packed_sequences_equal_separate_ones(options, algorithm):
             y_alone, alone = block.prefill(x[:, part], cache.rows(row), path=path)
             assert_near(y[:, part], y_alone, FLOOR[torch.float64])
             for name, field in tensors_of(alone).items():
-                assert_near(getattr(new, name)[row : row + 1], field, FLOOR[torch.float64], name)
+                assert_near(getattr(new.rows(row), name), field, FLOOR[torch.float64], name)
 
 
 @pytest.mark.parametrize(("options", "algorithm"), FEW_BY_ALGORITHM)
@@ -209,7 +210,8 @@ def test_half_precision_keeps_its_state_in_float32(options, dtype):
     y, cache = block.prefill(x)
     y_stepped, stepped = unroll(block, x, None)
     assert y.dtype == y_stepped.dtype == dtype
-    assert cache.ssm.dtype == stepped.ssm.dtype == torch.float32
+    for name in cache.FP32_FIELDS:
+        assert getattr(cache, name).dtype == getattr(stepped, name).dtype == torch.float32
     expected, _ = make_like(block).prefill(x.double())
     assert_near(y, expected, 4 * FLOOR[dtype])
     assert_near(y_stepped, expected, 4 * FLOOR[dtype])
@@ -224,14 +226,14 @@ def test_autocast_trains_and_streams(options):
     with torch.autocast("cpu", torch.bfloat16):
         y, cache = block.prefill(x)
         y_next, cache = block.step(x[:, 0], cache)
-    assert cache.ssm.dtype == torch.float32
+    assert all(getattr(cache, name).dtype == torch.float32 for name in cache.FP32_FIELDS)
     assert torch.isfinite(y_next).all()
     assert_near(y, block(x), 4 * FLOOR[torch.bfloat16])
     y.float().sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in block.parameters())
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [name for name, (family, _) in OPTIONS.items() if family is not Attention])
 def test_the_state_does_not_follow_autocast(options):
     block = make_block(options, torch.float32)
     cache, x = random_cache(block, 2), torch.randn(2, 16)
@@ -275,7 +277,7 @@ def test_extreme_inputs_give_finite_outputs_and_gradients(options):
         x = (scale * torch.randn(1, 40, 16)).requires_grad_()
         block.zero_grad()
         y, cache = block.prefill(x)
-        (y.sum() + cache.ssm.sum()).backward()
+        (y.sum() + sum(x.float().sum() for x in cache)).backward()
         assert torch.isfinite(y).all()
         assert torch.isfinite(x.grad).all()
         assert all(torch.isfinite(p.grad).all() for p in block.parameters())
@@ -333,13 +335,17 @@ def test_a_projections_parts_are_where_it_is_cut(options):
     (parts,) = block.projection_parts().values()
     assert sum(part.rows for part in parts) == block.in_proj.out_features
     rows = {part.name: part.rows for part in parts}
+    if isinstance(block, Attention):
+        assert (rows["q"], rows["k"]) == (block.num_heads * block.head_dim, block.num_heads_kv * block.head_dim)
+        assert list(rows) == ["q", "k", "v", *(["mlp_value", "mlp_gate"] if block.mlp_dim else [])]
+        return
     assert rows["z"] == rows["x"] == block.config.nheads * block.headdim
     assert rows["B"] == rows["C"] == block.config.ngroups * block.rank * block.d_state
     assert {part.name for part in parts if not part.is_matrix} == rows.keys() & {"dt", "A", "trap"}
     assert [name for name in rows if name not in ("z0", "x0")][:5] == ["z", "x", "B", "C", "dt"]
 
 
-@pytest.mark.parametrize("options", FEW)
+@pytest.mark.parametrize("options", [name for name, (family, _) in FEW.items() if family is not Attention])
 def test_functional_gradients_are_rejected_by_name(options):
     block = make_block(options, torch.float32)
     with pytest.raises(NotImplementedError, match=r"has no torch.func.grad; use torch.autograd.grad"):

@@ -138,13 +138,3 @@ def test_unknown_options_are_kept_and_those_without_effect_are_taken(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["ssm_cfg"] == config["ssm_cfg"]
     with pytest.raises(ValueError, match=r"entries that Mamba2 does not know: \['dropout'\]"):
         anymamba.MambaLMConfig(ssm_cfg={"layer": "Mamba2", "dropout": 0.1})
-
-
-@pytest.mark.parametrize(("name", "layers"), [("mamba2attn-2.7b", [9, 18, 27]), ("transformerpp-2.7b", [0, 1, 2])])
-def test_official_attention_models_are_rejected_in_one_line(name, layers, tmp_path, capsys):
-    config = {"d_model": 64, "n_layer": 64, "ssm_cfg": {"layer": "Mamba2"}, "attn_layer_idx": layers}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["info", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert "attention layers are not supported, got attn_layer_idx" in error
-    assert error.count("\n") == 1

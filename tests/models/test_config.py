@@ -61,7 +61,6 @@ def test_lists_of_a_json_file_become_tuples():
         ({"ssm_cfg": {"layer": "Mamba2", "dt_limit": [0.0]}}, r"must be a list of 2 numbers, got \[0.0\]"),
         ({"ssm_cfg": {"layer": "Mamba2", "d_ssm": True}}, "must be int or None, got True"),
         ({"ssm_cfg": {"layer": "Mamba3", "a_activation": 3}}, "must be one of heavy_tail, softplus, got 3"),
-        ({"attn_layer_idx": [1]}, r"attention layers are not supported, got attn_layer_idx = \[1\]"),
         ({"n_layer": 0}, "n_layer must be at least 1, got 0"),
         ({"n_layer": 2.0}, "n_layer must be int, got 2.0"),
         ({"rms_norm": "yes"}, "rms_norm must be bool, got 'yes'"),

@@ -121,7 +121,9 @@ def test_a_field_of_the_block_is_not_misspelled_unnoticed():
         ValueError, match=r"model\.block\.rope_fractoin: no such field of Mamba3; did you mean rope_frac"
     ):
         read_config(None, {"model.block": "{rope_fractoin = 0.25}"}).model.lm_config(256)
-    with pytest.raises(ValueError, match=r"model\.family must be one of Mamba1, Mamba2, Mamba3, got 'Mamba9'"):
+    with pytest.raises(
+        ValueError, match=r"model\.family must be one of Mamba1, Mamba2, Mamba3, Attention, got 'Mamba9'"
+    ):
         read_config(None, {"model.family": "Mamba9"}).model.lm_config(256)
 
 

@@ -8,12 +8,16 @@ unrolled from it, and any split of the sequence are the same function. Reading o
 3. `layers.py`: convolution and norms as modules with the official names.
 4. `mamba2.py`, `mamba1.py`: two families, from projection to projection.
 5. `mamba3_config.py`, `mamba3.py`: the third.
+6. `attention.py`: attention, whose cache grows.
 
 A token: `Mamba2.step` runs the compiled step if one covers the block. Otherwise it checks the token and the cache and
 calls `mix` on a sequence of length one: projection, convolution, `ssd` from the cached state, gated norm, projection.
 `prefill` makes the same call with a longer sequence.
 """
 
+from anymamba.blocks.attention import Attention as Attention
+from anymamba.blocks.attention import AttentionCache as AttentionCache
+from anymamba.blocks.attention import AttentionConfig as AttentionConfig
 from anymamba.blocks.base import Block as Block
 from anymamba.blocks.block_config import BlockConfig as BlockConfig
 from anymamba.blocks.block_config import check_sizes as check_sizes

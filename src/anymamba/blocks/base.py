@@ -212,7 +212,7 @@ class Block(nn.Module):
         raise NotImplementedError
 
     def cache_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each field of the cache, without the batch."""
+        """Return the shape of each field of the cache, without the batch, and without the time of what grows."""
         raise NotImplementedError
 
     def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Any:
@@ -224,8 +224,13 @@ class Block(nn.Module):
         """
         like = self.reference_tensor()
         dtype, device = dtype or like.dtype, like.device  # not `new_zeros`: a weight may be sharded
+        kind = self.CACHE
         fields = {
-            name: torch.zeros((batch_size, *shape), dtype=self._field_dtype(name, dtype), device=device)
+            name: torch.zeros(
+                (batch_size, *((0,) if name in kind.GROWING_FIELDS else ()), *shape),
+                dtype=self._field_dtype(name, dtype),
+                device="cpu" if name in kind.CPU_FIELDS else device,
+            )
             for name, shape in self.cache_shapes().items()
         }
         if getattr(self.config, "learnable_init_states", False):
@@ -262,10 +267,12 @@ class Block(nn.Module):
         return StepSource(describe, self.d_model, weight.dtype, weight.dtype, weight.device)
 
     def reference_tensor(self) -> Tensor:
-        """Return a parameter that has the dtype and device of the activations."""
+        """Return a parameter, or another tensor, that has the dtype and device of the activations."""
         return next(self.parameters())
 
     def _field_dtype(self, field: str, dtype: torch.dtype) -> torch.dtype:
+        if field in self.CACHE.CPU_FIELDS:
+            return torch.int64
         return state_dtype(dtype) if field in self.CACHE.FP32_FIELDS else dtype
 
     def _check_input(self, where: str, x: Any, letters: str) -> None:
@@ -325,13 +332,18 @@ class Block(nn.Module):
             return self.init_cache(rows, torch.get_autocast_dtype(x.device.type) if is_autocast(x.device) else x.dtype)
         if not isinstance(cache, self.CACHE):
             raise TypeError(f"{where}: cache must be a {self.CACHE.__name__}, got {type(cache).__name__}")
+        kind = self.CACHE
         for name, shape in self.cache_shapes().items():
             field = getattr(cache, name)
-            if not isinstance(field, Tensor) or field.shape != (rows, *shape):
+            steps = tuple(field.shape[1:2]) if name in kind.GROWING_FIELDS and isinstance(field, Tensor) else ()
+            if not isinstance(field, Tensor) or field.shape != (rows, *steps, *shape):
                 actual = tuple(field.shape) if isinstance(field, Tensor) else type(field).__name__
-                raise ValueError(f"{where}: cache.{name} must have shape {(rows, *shape)}, got {actual}")
+                raise ValueError(f"{where}: cache.{name} must have shape {(rows, *steps, *shape)}, got {actual}")
             # Under autocast, activations have the dtype that the projection gives, which the operators check.
-            has_any_dtype = is_autocast(x.device) and name not in self.CACHE.FP32_FIELDS
+            has_any_dtype = is_autocast(x.device) and name not in kind.FP32_FIELDS | kind.CPU_FIELDS
             dtype = field.dtype if has_any_dtype else self._field_dtype(name, x.dtype)
-            check_dtype_and_device(where, f"cache.{name}", field, dtype, x.device)
+            device = torch.device("cpu") if name in kind.CPU_FIELDS else x.device
+            check_dtype_and_device(where, f"cache.{name}", field, dtype, device)
+        if kind.GROWING_FIELDS and not is_tracing() and (problem := cache.describe_wrong_lengths()):
+            raise ValueError(f"{where}: cache.{problem}")
         return cache

@@ -138,7 +138,7 @@ def check_field_names(kind: Any, names: Iterable[str]) -> None:
 
 
 def check_sizes(config: Any) -> None:
-    """Raise unless every field annotated as `int` is an integer, at least 1.
+    """Raise unless every field annotated as `int` is an integer, at least 1, or 0 if it is one of `OPTIONAL_SIZES`.
 
     Raises:
         TypeError: A field is not an integer.
@@ -150,6 +150,7 @@ def check_sizes(config: Any) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{where} must be an integer, got {value!r}")
-        if value < 1 and field.name != "d_ssm":  # which has its own range
+        least = 0 if field.name in getattr(config, "OPTIONAL_SIZES", ()) else 1
+        if value < least and field.name != "d_ssm":  # which has its own range
             none = "None or " if field.type == "int | None" else ""
-            raise ValueError(f"{where} must be {none}at least 1, got {value}")
+            raise ValueError(f"{where} must be {none}at least {least}, got {value}")

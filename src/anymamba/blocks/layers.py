@@ -28,7 +28,7 @@ class ProjectionPart(NamedTuple):
 
 
 class CausalConv(nn.Module):
-    """A depthwise causal convolution over time, followed by SiLU: weight (v, 1, w), bias (v)."""
+    """A depthwise causal convolution over time, followed by SiLU or not: weight (v, 1, w), bias (v)."""
 
     def __init__(
         self,
@@ -36,11 +36,13 @@ class CausalConv(nn.Module):
         width: int,
         *,
         bias: bool = True,
+        silu: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Create the parameters, uniform in ±1/√width."""
         super().__init__()
+        self.silu = silu
         self.weight = nn.Parameter(torch.empty(channels, 1, width, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if bias else None
         bound = 1 / math.sqrt(width)
@@ -56,7 +58,8 @@ class CausalConv(nn.Module):
         cu_seqlens: Int[Tensor, " z1"] | None = None,
     ) -> tuple[Float[Tensor, "b t v"], Float[Tensor, "z v w"]]:
         """Convolve a sequence that continues from `window` (`anymamba.ops.conv.causal_conv` has the contract)."""
-        return causal_conv(x, window, self.weight.squeeze(1), self.bias, lengths=lengths, cu_seqlens=cu_seqlens)
+        weight, packing = self.weight.squeeze(1), {"lengths": lengths, "cu_seqlens": cu_seqlens}
+        return causal_conv(x, window, weight, self.bias, **packing, silu=self.silu)
 
     def stationary(self, x: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
         """Return the steady-state output for a constant input `x`."""

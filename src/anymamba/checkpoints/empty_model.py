@@ -76,8 +76,9 @@ def expected_tensors(
 
     Raise `ValueError` for a tensor with more than `max_numel` elements. `weights` is the format of quantized weights.
     """
+    are_layers_alike = not config.stack and not config.attn_layer_idx
     with SkipInitialization(max_numel):
-        model = MambaLM(config if config.stack else dataclasses.replace(config, n_layer=1), device="cpu")
+        model = MambaLM(dataclasses.replace(config, n_layer=1) if are_layers_alike else config, device="cpu")
     if weights is not None:
         replace_linears(model, weights)
     dtypes = {
@@ -87,7 +88,7 @@ def expected_tensors(
         for part, (_, dtype) in module.layout().items()
     }
     built = {name: ExpectedTensor(tuple(x.shape), dtypes.get(name)) for name, x in model.state_dict().items()}
-    if config.stack:
+    if not are_layers_alike:
         return built
     tensors: dict[str, ExpectedTensor] = {}
     for name, expected in built.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import sys
 from pathlib import Path
@@ -27,7 +28,10 @@ from anymamba.models.lm import MambaLM
 from anymamba.training.tasks.tabular_base import TASK_FILE
 from anymamba.version import __version__
 
-_BLOCK_FIELDS = ("d_state", "dt_width", "headdim", "nheads", "ngroups", "expand", "is_mimo", "mimo_rank")
+_BLOCK_FIELDS = (
+    *("d_state", "dt_width", "headdim", "nheads", "ngroups", "expand", "is_mimo", "mimo_rank"),
+    *("num_heads", "kv_heads", "head_width", "window"),
+)
 
 
 def _find_model_type(directory: Path) -> type[SequenceModel] | None:
@@ -75,7 +79,9 @@ def _describe_blocks(config: StackConfig) -> list[tuple[str, str]]:
 
 
 def _describe_block(block: Any) -> str:
-    return ", ".join(f"{name} {getattr(block, name)}" for name in _BLOCK_FIELDS if hasattr(block, name))
+    return ", ".join(
+        f"{name} {getattr(block, name)}" for name in _BLOCK_FIELDS if getattr(block, name, None) is not None
+    )
 
 
 def _describe_sequence_model(directory: Path, model_type: type[SequenceModel]) -> list[tuple[str, str]]:
@@ -219,11 +225,20 @@ def _describe_model(args: argparse.Namespace) -> list[tuple[str, str]]:
         ("parameters", f"{parameters:,}"),
         ("stored as", f"{stored}, {format_bytes(sum(f.stat().st_size for f in checkpoint.files))}"),
         ("weights", f"{format_bytes(weights)}, {8 * weights / parameters:.2f} bits each, {in_memory}"),
-        ("state", f"{format_bytes(state)} per sequence, at any length"),
+        ("state", _describe_state(model)),
         ("memory", f"about {format_bytes(weights + state + working)} to generate from one sequence"),
         *([("matmul", _describe_quantized_matmul(weight_format, model.dtype))] if weight_format else []),
         ("values", describe_non_finite_tensors(checkpoint) or "all finite"),
     ]
+
+
+def _describe_state(model: MambaLM) -> str:
+    """Return the size of a state, and by how much it grows with each token if there are attention layers."""
+    cache = model.init_cache(1)
+    if not (growing := cache.growing_names()):
+        return f"{format_bytes(cache.nbytes)} per sequence, at any length"
+    per_token = sum(x.element_size() * math.prod(x.shape[2:]) for n, x in cache.tensors().items() if n in growing)
+    return f"{format_bytes(cache.nbytes)} per sequence, and {format_bytes(per_token)} more per token"
 
 
 def _working_bytes(model: MambaLM) -> int:

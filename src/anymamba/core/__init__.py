@@ -8,7 +8,7 @@ Reading order:
 - `dtypes.py`, `linear.py`, `recompute.py`: dtypes of computations, products with weights, backward passes that keep
   only their inputs;
 - `layout.py`, `context_parallel.py`: padded and packed batches, and sequences that several ranks share;
-- `cache_tree.py`, `cache_io.py`: caches as values, and their files;
+- `cache_tree.py`, `growing_buffer.py`, `cache_io.py`: caches as values, those that grow, and their files;
 - `weight_formats.py`: formats of quantized weights;
 - `io.py`, `anomaly.py`, `process.py`: files, a guard against NaN, settings of the process.
 

@@ -148,7 +148,11 @@ class Tree:
     def describe_problem(self) -> str:
         """Return what is wrong with the values; empty if nothing is."""
         problems = (text for name, x in self.tensors().items() if (text := _describe_non_finite(name, x)))
-        return next(problems, "") or _describe_wrong_lengths(self, "")
+        return next(problems, "") or self.describe_wrong_lengths()
+
+    def describe_wrong_lengths(self) -> str:
+        """Return what is wrong with the lengths of what grows; empty if nothing is."""
+        return _describe_wrong_lengths(self, "")
 
     def _map(self: _Tree, function: Callable[[Tensor, Rule], Tensor]) -> _Tree:
         """Return a tree of the results of `function` for each tensor and its rule."""

@@ -127,7 +127,11 @@ class QuantizedWeight(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the activations."""
-        return self._computed_in.dtype  # type: ignore[return-value]
+        return self.reference_tensor().dtype
+
+    def reference_tensor(self) -> Tensor:
+        """Return a tensor that has the dtype and device of the activations."""
+        return self._computed_in  # type: ignore[return-value]
 
     @property
     def stored(self) -> QuantizedTensor:

@@ -151,6 +151,8 @@ def fingerprint(model: nn.Module, config: Any) -> str:
         {name: value for name, value in sorted(_changed_fields(part).items()) if name not in _EXCLUDED_FIELDS}
         for part in (config, block_owner.block_config(), *stack_configs)
     ]
+    if attention_layers := getattr(config, "attn_layer_idx", None):
+        fields.append({"attn_layer_idx": sorted(attention_layers), **_changed_fields(config.attention_config())})
     # 2) Samples of the tensors.
     digest = hashlib.blake2b(json.dumps([block_owner.layer, *fields]).encode(), digest_size=16)
     for name, x in chain(model.named_parameters(), model.named_buffers()):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import reprlib
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,8 +38,8 @@ class MambaLMConfig:
     n_layer: int = 64
     vocab_size: int = 50277  # V
     ssm_cfg: dict[str, Any] = field(default_factory=dict)  # "layer": family of the blocks; the rest: fields of a block
-    attn_layer_idx: list[int] = field(default_factory=list)
-    attn_cfg: dict[str, Any] = field(default_factory=dict)
+    attn_layer_idx: list[int] = field(default_factory=list)  # layers whose block is attention
+    attn_cfg: dict[str, Any] = field(default_factory=dict)  # fields of `AttentionConfig`, for those layers
     rms_norm: bool = True  # False: LayerNorm
     residual_in_fp32: bool = True
     fused_add_norm: bool = True  # an option of the official kernels that changes no result
@@ -54,13 +55,27 @@ class MambaLMConfig:
         check_numbers(self, at_least_one=("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple"))
         if not isinstance(self.stack, dict):
             raise ValueError(f"MambaLMConfig: stack must be a table of fields of StackConfig, got {self.stack!r}")
-        if self.attn_layer_idx:
-            raise ValueError(
-                f"MambaLMConfig: attention layers are not supported, got attn_layer_idx = {self.attn_layer_idx}"
-            )
         self.block_config()
+        self._check_attention_layers()
         if self.stack:
             self.stack_config()
+
+    def _check_attention_layers(self) -> None:
+        layers = self.attn_layer_idx
+        is_list = isinstance(layers, list | tuple) and all(type(i) is int for i in layers)
+        if not is_list or not all(0 <= i < self.n_layer for i in layers):
+            expected = f"a list of layers, 0 to {self.n_layer - 1}"
+            raise ValueError(f"MambaLMConfig: attn_layer_idx must be {expected}, got {reprlib.repr(layers)}")
+        if not isinstance(self.attn_cfg, dict):
+            raise ValueError(f"MambaLMConfig: attn_cfg must be a table of the block's fields, got {self.attn_cfg!r}")
+        if not layers:
+            return
+        self.attention_config()
+        if self.stack.get("layer_cfgs"):
+            raise ValueError(
+                f"MambaLMConfig: attn_layer_idx cannot be combined with the stack's layer_cfgs, got {layers}; "
+                'name attention in layer_cfgs, as {"layer": "Attention", ...}'
+            )
 
     @property
     def layer(self) -> str:
@@ -86,13 +101,24 @@ class MambaLMConfig:
         """Return the config of every block."""
         return make_block_config("MambaLMConfig", self.ssm_cfg, self.d_model)
 
+    def attention_config(self) -> Any:
+        """Return the config of the blocks of the attention layers."""
+        return make_block_config("MambaLMConfig", self._attention_table(), self.d_model, "attn_cfg")
+
+    def _attention_table(self) -> dict[str, Any]:
+        return {**self.attn_cfg, "layer": "Attention"}
+
     def stack_config(self) -> StackConfig:
         """Return the config of the stack."""
         known = {f.name for f in dataclasses.fields(StackConfig)} - MODEL_FIELDS - {"final_norm"}
         if unknown := sorted(set(self.stack) - known):
             near = suggest_field(unknown[0], known)
             raise ValueError(f"MambaLMConfig: stack must have entries among {sorted(known)}, got {unknown}{near}")
-        config = StackConfig(**{name: getattr(self, name) for name in MODEL_FIELDS}, **self.stack, final_norm=True)
+        fields = {name: getattr(self, name) for name in MODEL_FIELDS} | self.stack
+        if self.attn_layer_idx:
+            tables = {True: self._attention_table(), False: self.ssm_cfg}
+            fields["layer_cfgs"] = [tables[i in self.attn_layer_idx] for i in range(self.n_layer)]
+        config = StackConfig(**fields, final_norm=True)
         if config.has_class_tokens():
             raise ValueError(
                 "MambaLMConfig: a language model has one output per token: its stack cannot have class tokens"
@@ -147,7 +173,8 @@ def set_activation(model: Any, activation: str) -> None:
     """Make a language model compute with another activation of its decay rates."""
     model.config = with_block_options(model.config, {ACTIVATION_FIELD: activation})
     for layer in model.backbone.layers:
-        layer.mixer.config = dataclasses.replace(layer.mixer.config, a_activation=activation)
+        if hasattr(layer.mixer.config, ACTIVATION_FIELD):
+            layer.mixer.config = dataclasses.replace(layer.mixer.config, a_activation=activation)
 
 
 def warn_if_ambiguous(where: str, config: MambaLMConfig, pass_: str) -> None:

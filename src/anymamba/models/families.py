@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from anymamba.blocks.attention import Attention
 from anymamba.blocks.base import Block
 from anymamba.blocks.block_config import FOREIGN_NAMES, ignored_options
 from anymamba.blocks.mamba1 import Mamba1
@@ -12,8 +14,8 @@ from anymamba.blocks.mamba2 import Mamba2
 from anymamba.blocks.mamba3 import Mamba3
 from anymamba.core.config_fields import coerce_value, field_types, suggest
 
-# Keyed by the value of "layer" in the official `ssm_cfg`.
-FAMILIES: dict[str, type[Block]] = {"Mamba1": Mamba1, "Mamba2": Mamba2, "Mamba3": Mamba3}
+# Keyed by the value of "layer" in the official `ssm_cfg`; the last is the block of the official `attn_cfg`.
+FAMILIES: dict[str, type[Block]] = {"Mamba1": Mamba1, "Mamba2": Mamba2, "Mamba3": Mamba3, "Attention": Attention}
 
 MAX_CONFIG_NUMBER = 2**31 - 1  # nothing larger can be computed with
 
@@ -83,4 +85,7 @@ def make_block_config(where: str, ssm_cfg: Any, d_model: int, table: str = "ssm_
         key: coerce_value(f'{where}: {table}["{key}"]', value, fields[key], max_number=MAX_CONFIG_NUMBER)
         for key, value in entries.items()
     }
+    required = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING} - {"d_model"}
+    if missing := sorted(required - set(values)):
+        raise ValueError(f"{where}: {table} must have {', '.join(missing)} for {name}")
     return kind(**{**values, "d_model": d_model})

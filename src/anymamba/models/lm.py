@@ -54,8 +54,8 @@ class MambaLM(HasFingerprint):
         - rms_norm: RMSNorm; otherwise LayerNorm (True).
         - residual_in_fp32: Whether to keep the residual stream in float32 (True).
         - fused_add_norm: Option of the official kernels that does not change results.
-        - attn_layer_idx: Attention layers, which are not supported: a list that is not empty raises.
-        - attn_cfg: Options of attention layers.
+        - attn_layer_idx: Layers whose block is attention, in place of the family in `ssm_cfg` ([]).
+        - attn_cfg: Table with fields of `AttentionConfig`, for those layers.
         - stack: Further fields of `StackConfig`, such as {"n_virtual": 24}.
         - extra: Unknown fields of a config file, which are written back.
     """

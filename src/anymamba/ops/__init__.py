@@ -7,6 +7,7 @@ for the official packages and other people's models call by one name. Reading or
 2. `norms_and_gates.py`: RMS norms, gated or not, and Mamba-3's gate over MIMO ranks.
 3. `discretization.py`: step sizes, decays, trapezoidal weights and angular rates from raw projections.
 4. `rotation.py`: running rotations, and keys and queries rotated by them.
+5. `causal_attention.py`: attention over the steps of a cache, and rotary positions.
 
 A token of Mamba-2: `causal_conv` mixes its x, B and C with the last three inputs in the window; `step_sizes` turns its
 raw dt into a step size; the scan (`anymamba.scan`) updates the state; `rms_norm` normalizes the output times

@@ -72,8 +72,12 @@ def check_fixed_fields(where: str, config: MambaLMConfig, fixed: dict[str, Any])
         raise ValueError(f"{where} cannot hold this model: it needs {expected}, got {different}")
 
 
-def check_plain_stack(where: str, config: MambaLMConfig) -> None:
+def check_plain_stack(where: str, config: MambaLMConfig, *, allow_attention: bool = False) -> None:
     """Raise `ValueError` unless the layers are composed as officially: other formats can express nothing else."""
+    if config.attn_layer_idx and not allow_attention:
+        raise ValueError(
+            f"{where} cannot hold this model: it has no attention layers, got attn_layer_idx = {config.attn_layer_idx}"
+        )
     if config.stack:
         raise ValueError(
             f'{where} cannot hold this model: it has no {", ".join(config.stack)}; format="anymamba" holds every stack'

@@ -44,7 +44,7 @@ class OfficialFormat:
 
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
         """Return all fields, without those of `extra` that other formats own: the official reader accepts no others."""
-        check_plain_stack("the official format", config)
+        check_plain_stack("the official format", config, allow_attention=True)
         return self._all_fields(config)
 
     def _all_fields(self, config: MambaLMConfig) -> dict[str, Any]:
