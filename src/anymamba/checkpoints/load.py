@@ -14,6 +14,7 @@ from torch import Tensor
 from anymamba.checkpoints.empty_model import empty_model
 from anymamba.checkpoints.open import Checkpoint, iter_tensors, open_checkpoint, open_sequence_checkpoint
 from anymamba.checkpoints.weight_files import describe_mismatch, describe_non_finite
+from anymamba.core.dtypes import resolve_device
 from anymamba.core.weight_formats import WeightFormat, check_format
 from anymamba.models.backbone import HEAD, PARTS, has_another_head
 from anymamba.models.lm import MambaLM
@@ -36,7 +37,7 @@ def load_model(
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"from_pretrained: dtype must be a torch.dtype, such as torch.bfloat16, got {dtype!r}")
     # 1) What is stored, and the model for it.
-    checkpoint = open_checkpoint(source, ssm_cfg)
+    device, checkpoint = resolve_device(device), open_checkpoint(source, ssm_cfg)
     format = resolve_weight_format(checkpoint, weights, dtype)
     model = empty_model(checkpoint.config, dtype or checkpoint.dtype, format)
     # 2) The dtype to read each tensor in. Weights that are quantized here are read in float32; their scales are not
@@ -53,7 +54,7 @@ def load_model(
         dtypes.pop(scales_name(HEAD), None)
     # 3) Read the tensors into the model.
     to_quantize = dict.fromkeys(names_to_quantize, format) if format is not None else {}
-    state = dict(iter_tensors(checkpoint, dtypes, mapped=mapped, device=torch.device(device), to_quantize=to_quantize))
+    state = dict(iter_tensors(checkpoint, dtypes, mapped=mapped, device=device, to_quantize=to_quantize))
     if not mapped:
         warn_of_non_finite(checkpoint.directory, state)
     model.load_state_dict(state, assign=True)
@@ -69,9 +70,10 @@ def load_sequence_model(
     device: torch.device | str = "cpu",
 ) -> _SequenceModel:
     """Build a sequence model of a class and read its weights (`SequenceModel.from_pretrained` has the contract)."""
+    device = resolve_device(device)
     checkpoint, model = open_sequence_checkpoint(Path(source), base, dtype)
     dtypes = {name: x.dtype for name, x in model.state_dict().items()}
-    state = dict(iter_tensors(checkpoint, dtypes, mapped=False, device=torch.device(device)))
+    state = dict(iter_tensors(checkpoint, dtypes, mapped=False, device=device))
     warn_of_non_finite(checkpoint.directory, state)
     model.load_state_dict(state, assign=True)
     return model.to(device).eval()

@@ -19,6 +19,7 @@ from anymamba.checkpoints.open import resolve_source
 from anymamba.cli.common import Progress, decode_text, load, open_file, stdin_bytes
 from anymamba.core.context_parallel import ContextParallelGroup
 from anymamba.core.io import digest_file
+from anymamba.core.registry import describe_device
 from anymamba.generation.scoring import TextScore, score_text
 from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer
 from anymamba.models.lm import MambaLM
@@ -84,7 +85,8 @@ def _run(args: argparse.Namespace, world: World) -> None:
     else:
         rows = [(_display_name(text.path), score) for text, score in zip(texts, scores, strict=True)]
         _print_table([*rows, (f"all {len(texts)} texts", total)])
-    print(f"{total.tokens / (perf_counter() - start_time):.1f} tokens/s", file=sys.stderr)
+    speed = total.tokens / (perf_counter() - start_time)
+    print(f"{speed:.1f} tokens/s, on {describe_device(model.device)}", file=sys.stderr)
 
 
 def _load_on_ranks(args: argparse.Namespace, world: World) -> tuple[MambaLM, Tokenizer]:

@@ -30,6 +30,7 @@ from anymamba.cli.common import (
 )
 from anymamba.cli.options import check_at_least
 from anymamba.core.process import catch_signals
+from anymamba.core.registry import describe_device
 from anymamba.generation import (
     ChatTemplate,
     Completion,
@@ -191,7 +192,7 @@ class GrowingText:
         write_speed = self._tokens_written / max(self._seconds_writing, 1e-9)
         print(
             f"read {self._tokens_read} tokens ({read_speed:.1f}/s), "
-            f"wrote {self._tokens_written} tokens ({write_speed:.1f}/s)",
+            f"wrote {self._tokens_written} tokens ({write_speed:.1f}/s), on {describe_device(self.model.device)}",
             file=sys.stderr,
         )
 
@@ -245,7 +246,7 @@ def _complete_file(args: argparse.Namespace) -> None:
     template = load_chat_template(args, tokenizer)
     if template is not None:
         prompts = [template.render([*read_system_message(args), {"role": "user", "content": text}]) for text in prompts]
-    printer = _CompletionPrinter(entries)
+    printer = _CompletionPrinter(entries, model.device)
     try:
         for batch in Pipeline(model, tokenizer).batches(
             prompts,
@@ -268,8 +269,9 @@ def _complete_file(args: argparse.Namespace) -> None:
 class _CompletionPrinter:
     """Prints completions in the order of the prompts."""
 
-    def __init__(self, entries: list[dict[str, Any]]) -> None:
+    def __init__(self, entries: list[dict[str, Any]], device: torch.device) -> None:
         self._entries = entries
+        self._device = device
         self._waiting: dict[int, list[Completion]] = {}
         self._printed = 0
         self._progress = Progress(len(entries))
@@ -291,7 +293,8 @@ class _CompletionPrinter:
         """Print to stderr how many prompts were done, and how fast."""
         self._progress.close()
         speed = self._tokens / max(perf_counter() - self._start_time, 1e-9)
-        print(f"{self._printed} of {len(self._entries)} prompts, {speed:.1f} new tokens/s", file=sys.stderr)
+        prompts = f"{self._printed} of {len(self._entries)} prompts"
+        print(f"{prompts}, {speed:.1f} new tokens/s, on {describe_device(self._device)}", file=sys.stderr)
 
 
 def _parse_entries(where: str, content: bytes, tokenizer: Tokenizer) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from anymamba.checkpoints.open import describe_non_finite_tensors, open_checkpoi
 from anymamba.checkpoints.weight_files import describe_non_finite
 from anymamba.cli.common import DTYPES, format_bytes, load, read_text
 from anymamba.cli.options import check_at_least
+from anymamba.core.dtypes import available_devices
 from anymamba.core.io import atomic_write, read_json
 from anymamba.core.linear import matmul_library, multiplies_bfloat16
 from anymamba.core.registry import describe_kernels, missing_kernel
@@ -176,11 +177,8 @@ def _describe_quantized_matmul(format: str, dtype: torch.dtype) -> str:
 
 def _default_paths() -> list[tuple[str, str]]:
     """Return the algorithm that computes the scan by default, by device and dtype."""
-    devices = ["cpu"]
-    devices += ["cuda"] if torch.cuda.is_available() else []
-    devices += ["mps"] if torch.backends.mps.is_available() else []
     rows = []
-    for device in devices:
+    for device in reversed(available_devices()):
         by_algorithm: dict[str, list[str]] = {}
         for name, dtype in DTYPES.items():
             missing = missing_kernel("scan", torch.empty(0, dtype=dtype, device=device))

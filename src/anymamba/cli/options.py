@@ -88,7 +88,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cpu", help="device to compute on (default: cpu)")
+    parser.add_argument(
+        "--device", default="auto", help="device to compute on (default: auto, the first of cuda, mps and cpu)"
+    )
     parser.add_argument("--threads", **integer(), help="CPU threads to compute with (default: torch's choice)")
 
 

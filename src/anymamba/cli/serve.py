@@ -87,6 +87,7 @@ def run_serve(args: argparse.Namespace) -> None:
 def _make_text_service(args: argparse.Namespace, directory: Path, limits: Limits) -> tuple[Service, list[str]]:
     """Return a service that continues texts, and what to print about it."""
     from anymamba.cli.common import format_bytes, load
+    from anymamba.core.registry import describe_device
     from anymamba.generation import ChatTemplate
     from anymamba.serving.service import Service
     from anymamba.serving.sessions import SessionStore
@@ -110,6 +111,7 @@ def _make_text_service(args: argparse.Namespace, directory: Path, limits: Limits
         engine={"rows": args.rows, "segment_len": args.segment_len, "stall": args.stall, "together": args.together},
     )
     notes = [f"{service.name}: {format_bytes(service.state_bytes)} per conversation, whatever its length"]
+    notes.append(f"computing on {describe_device(model.device)}")
     if service.unfinished_files:
         notes.append(f"removed {service.unfinished_files} unfinished files of servers that were killed")
     if template.is_plain:
@@ -123,6 +125,7 @@ def _make_embedding_service(
     """Return a service that embeds texts, and what to print about it."""
     from anymamba.cli.common import DTYPES, set_threads
     from anymamba.core.dtypes import parse_device
+    from anymamba.core.registry import describe_device
     from anymamba.generation import load_tokenizer
     from anymamba.models.sequence.masked_lm import MaskedLM
     from anymamba.serving.embeddings import EmbeddingService
@@ -135,7 +138,8 @@ def _make_embedding_service(
     assert model.config.vocab_size is not None
     tokenizer = load_tokenizer(args.tokenizer, directory, model.config.vocab_size)
     service = EmbeddingService(model, tokenizer, name=_model_name(args), limits=limits)
-    return service, [f"{service.name}: embeddings of {service.dimensions} numbers, at /v1/embeddings"]
+    embeddings = f"{service.name}: embeddings of {service.dimensions} numbers, at /v1/embeddings"
+    return service, [embeddings, f"computing on {describe_device(device)}"]
 
 
 def _model_name(args: argparse.Namespace) -> str:

@@ -16,6 +16,7 @@ from anymamba.cli.common import Progress, set_threads
 from anymamba.cli.options import check_at_least
 from anymamba.core.dtypes import parse_device
 from anymamba.core.io import atomic_write
+from anymamba.core.registry import describe_device
 from anymamba.training.api import create_run, open_run, to_stderr
 from anymamba.training.config.run_config import read_config
 from anymamba.training.distributed.process_group import World, init_distributed
@@ -44,6 +45,7 @@ def run_train(args: argparse.Namespace) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     family = model.config.stack_config().layer
     to_stderr(f"{family}, {parameters:,} parameters, in {trainer.directory}")
+    to_stderr(f"computing on {describe_device(next(model.parameters()).device)}")
     _print_result(trainer, trainer.run())
 
 
@@ -100,7 +102,8 @@ def run_predict(args: argparse.Namespace) -> None:
     """Read a file, predict, and write a line for each sequence."""
     set_threads(args)
     check_at_least(args, 1, "steps", "batch_size")
-    predictor = Predictor(args.model, parse_device(args.device, "--device"))
+    device = parse_device(args.device, "--device")
+    predictor = Predictor(args.model, device)
     if args.steps > 1 and predictor.metadata["task"] != "next-value":
         raise ValueError(f"--steps is for forecasts; this model was trained for {predictor.metadata['task']}")
     table = predictor.read(args.file)
@@ -119,6 +122,7 @@ def run_predict(args: argparse.Namespace) -> None:
                 writer.writerow(cells.values())
             progress.at(number)
     progress.close()
+    to_stderr(f"computed on {describe_device(device)}")
 
 
 @contextmanager

@@ -31,8 +31,24 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False) if is_autocast(device) else nullcontext()
 
 
+def available_devices() -> list[str]:
+    """Return the kinds of devices of this machine that "auto" chooses from, best first."""
+    is_available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    return [kind for kind, available in is_available.items() if available]
+
+
+def resolve_device(device: torch.device | str) -> torch.device:
+    """Return a device; "auto" is the first of cuda, mps and cpu that this machine has."""
+    return torch.device(available_devices()[0] if device == "auto" else device)
+
+
 def parse_device(name: str, option: str) -> torch.device:
-    """Return the device of that name; raise `ValueError`, which names the `option`, if it is not available."""
+    """Return the device of that name, or of "auto".
+
+    Raises `ValueError`, which names the `option`, if it is not available.
+    """
+    if name == "auto":
+        return resolve_device(name)
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
+
 _OFF = "switched off by ANYMAMBA_KERNELS=off"
 
 
@@ -91,6 +93,15 @@ def check_request() -> None:
 def requested_library() -> str:
     """Return the value of ANYMAMBA_KERNELS: the name of a library, on, off, or nothing."""
     return _Switches.requested
+
+
+def describe_device(device: torch.device) -> str:
+    """Return a device's name and, on an accelerator without kernels, why portable code computes on it."""
+    if device.type == "cpu":
+        return "cpu"
+    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    reason = missing_kernel("scan", torch.empty(0, device=device))
+    return f"{name}, in portable code: {reason}" if reason else name
 
 
 def reason_off() -> str:

@@ -27,7 +27,7 @@ def pipeline(
     tokenizer: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
     weights: str | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str = "auto",
     ssm_cfg: dict[str, Any] | None = None,
 ) -> Pipeline:
     """Load a model and its tokenizer from a directory or hub id.
@@ -40,7 +40,7 @@ def pipeline(
         tokenizer: "bytes", a tokenizer.json, a directory with one, or a hub id; by default the one next to the weights.
         dtype: Dtype to compute in; by default the file's.
         weights: Quantized format of the weights, as for `MambaLM.from_pretrained`.
-        device: Device to compute on.
+        device: Device to compute on; "auto" is the first of cuda, mps and cpu that is available.
         ssm_cfg: Options of the blocks that override the config's.
 
     Raises:

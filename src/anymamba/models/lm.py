@@ -278,7 +278,7 @@ class MambaLM(HasFingerprint):
         Args:
             source: Directory in any supported checkpoint format, or "owner/name".
             dtype: Dtype of the parameters and activations; that of the file if not given.
-            device: Device of the parameters.
+            device: Device of the parameters; "auto" is the first of cuda, mps and cpu that is available.
             mapped: Whether to leave weights of the same dtype in the file, to save memory and the time to copy. The
                 file must then not change: overwriting it in place changes the model, truncating it ends the process.
             weights: Format in which to store projections, embedding and head: "bfloat16", "float16", "int8" or "int4".

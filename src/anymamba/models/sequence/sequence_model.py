@@ -211,7 +211,7 @@ class SequenceModel(nn.Module):
         Args:
             directory: Directory with config.json and model.safetensors.
             dtype: Dtype of the parameters; that of the file if not given.
-            device: Device of the parameters.
+            device: Device of the parameters; "auto" is the first of cuda, mps and cpu that is available.
 
         Raises:
             ValueError: There is no such model, it is of another kind, or its weights do not match its config.

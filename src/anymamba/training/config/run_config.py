@@ -50,7 +50,7 @@ class RunConfig:
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoints: CheckpointSection = field(default_factory=CheckpointSection)
     seed: int = option(0, "seed of the weights and of the order of the data")
-    device: str = option("cpu", "device to compute on")
+    device: str = option("auto", "device to compute on; auto is the first of cuda, mps and cpu")
     threads: int | None = option(None, "CPU threads; another number rounds differently", default_text="torch's choice")
 
     def __post_init__(self) -> None:

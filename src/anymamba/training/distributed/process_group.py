@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from anymamba.core.context_parallel import ContextParallelGroup
+from anymamba.core.dtypes import resolve_device
 from anymamba.training.config.sections import ParallelSection
 
 T = TypeVar("T")
@@ -101,7 +102,8 @@ class World:
         return None if self.mesh is None else self.mesh.get_group("shard")
 
     def local_device(self, name: str) -> str:
-        """Return the device of this rank, given that of the config, which may name a kind of devices."""
+        """Return the device of this rank, given that of the config, which may name a kind of devices, or be "auto"."""
+        name = resolve_device(name).type if name == "auto" else name
         return f"{name}:{os.environ.get('LOCAL_RANK', '0')}" if self.size > 1 and name == "cuda" else name
 
     def set_mesh(self, section: ParallelSection, device: torch.device) -> None:
