@@ -125,6 +125,16 @@ def test_checks_have_one_verb():
     assert not [f"{location} {node.name}" for location, node in nodes(*FUNCTIONS) if node.name.startswith("expect_")]
 
 
+def test_functions_are_named_by_a_verb():
+    """A participle alone does not say what is done; properties and burn-mamba's `SsdPath.fused` are no verbs."""
+    assert not [
+        f"{location} {node.name}"
+        for location, node in nodes(*FUNCTIONS)
+        if location.startswith("src/") and re.fullmatch(r"_*(?!need|feed|embed|seed|fused)[a-z]+ed", node.name)
+        if not any(isinstance(decorator, ast.Name) and decorator.id == "property" for decorator in node.decorator_list)
+    ]
+
+
 def test_the_name_of_a_module_tells_it_apart():
     names = Counter(file.stem for file in PACKAGE)
     assert not [name for name, count in names.items() if count > 1 and name not in REPEATED_NAMES]

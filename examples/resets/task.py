@@ -85,7 +85,7 @@ class ResetTask(LabeledTask):
         """Draw new streams."""
         c = self.config.reset
         rng = np.random.default_rng([TRAINING, self.config.seed, step])
-        return [_labeled(STREAMS[c.task].mixture(rng, c.rows, c.length))]
+        return [_to_tensors(STREAMS[c.task].mixture(rng, c.rows, c.length))]
 
     def evaluate(self, model: nn.Module, step: int, dtype: torch.dtype) -> Evaluation:
         """Score the validation streams."""
@@ -102,10 +102,10 @@ def accuracies(model: nn.Module, task: str, split: int, length: int, rows: int) 
     by_family = {}
     for number, family in enumerate(STREAMS[task].families):
         rng = np.random.default_rng([split, length, number])
-        by_family[family] = _labeled(STREAMS[task].draw(family, rng, rows, length)).accuracy(model)
+        by_family[family] = _to_tensors(STREAMS[task].draw(family, rng, rows, length)).accuracy(model)
     return by_family
 
 
-def _labeled(drawn: tuple[np.ndarray, np.ndarray]) -> Labeled:
+def _to_tensors(drawn: tuple[np.ndarray, np.ndarray]) -> Labeled:
     symbols, labels = drawn
     return Labeled(torch.from_numpy(symbols), torch.from_numpy(labels))

@@ -141,8 +141,8 @@ class BidirectionalStack(LayerLoop):
                 lengths = None if layout.padding is None else layout.padding.lengths
                 time_order = reversal_order(h.shape[1], layout.cu_seqlens, lengths, h.device)
             forward_layer, backward_layer = self._layer_of_pass[2 * u : 2 * u + 2]
-            forward_btd = self._run_layer(forward_layer, h, **options)[0]
-            flipped_btd = self._run_layer(backward_layer, reverse_time(h, time_order), **options)[0]
+            forward_btd = self._layer(forward_layer)(h, **options)[0]
+            flipped_btd = self._layer(backward_layer)(reverse_time(h, time_order), **options)[0]
             merged_btd = self._merge(u, forward_btd, reverse_time(flipped_btd, time_order))
             return h + merged_btd if add_residual else merged_btd.to(h.dtype)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,14 +107,12 @@ class LayerLoop(nn.Module):
         """Return the residual stream that begins with `x`, in float32 or wider if the config requires it."""
         return x.float() if self.config.residual_in_fp32 and x.dtype != torch.float64 else x
 
-    def _run_layer(self, index: int, h: Tensor, cache: Any = None, **options: Any) -> tuple[Tensor, Any]:
-        """Run a layer from its cache to a new one."""
+    def _layer(self, index: int) -> Callable[..., tuple[Tensor, Any]]:
+        """Return a layer, which keeps only its inputs for the backward pass if the config asks for checkpointing."""
         layer = self.layers[index]
         if self.config.checkpointing and torch.is_grad_enabled():
-            result: tuple[Tensor, Any] = checkpoint(layer, h, cache, use_reentrant=False, **options)
-        else:
-            result = layer(h, cache, **options)
-        return result
+            return partial(checkpoint, layer, use_reentrant=False)
+        return layer
 
     def _run_passes(
         self,

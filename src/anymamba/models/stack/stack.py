@@ -292,7 +292,7 @@ class Stack(LayerLoop, HasFingerprint):
                     new_caches.append(mixer.init_cache(len(h)) if old_caches[v] is None else old_caches[v])
                     return h
             with anomaly.named_location(f"layers.{index}"):
-                h, new_cache = self._run_layer(index, h, old_caches[v], add_residual=add_residual, **options)
+                h, new_cache = self._layer(index)(h, old_caches[v], add_residual=add_residual, **options)
             new_caches.append(new_cache)
             return h
 
