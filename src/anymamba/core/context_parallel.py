@@ -157,7 +157,7 @@ class _ExchangeBoundary(torch.autograd.Function):
         base, local = saved[:count], saved[count:]
         sending = None
         dstart: list[Tensor] = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, base, strict=True)]
-        # 1) The gradient for the previous rank is complete already if nothing of it passes through this part.
+        # 1) The gradient for the previous rank is complete already if this part does not contribute to it.
         if part.continues_from_prev and ctx.independent:
             sending = part.cp_group.send(tuple(dstart), to_next=False)
         # 2) Differentiate `combine` with what comes from the next rank.

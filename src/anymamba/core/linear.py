@@ -2,7 +2,7 @@
 
 On x86-64, torch multiplies float32 matrices with MKL, which uses AVX-512 on Intel processors only. oneDNN, with which
 torch multiplies bfloat16, uses it on all. On other processors with AVX-512, a projection of many rows therefore runs on
-oneDNN, forward and backward, in about half the time. A projection of few rows without gradients, as of a short prompt,
+oneDNN, forward and backward, in about half the time. Without gradients, a projection of few rows (a short prompt)
 runs on our own kernels, which read the weight once for all rows. The choice follows from the processor and the sizes,
 never from a measurement, so that a resumed run continues with the same bits.
 

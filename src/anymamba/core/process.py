@@ -69,7 +69,7 @@ def keep_freed_memory() -> bool:
 def use_one_malloc_arena() -> bool:
     """Let all threads allocate from one arena, so that memory freed by one thread is reused by the others.
 
-    glibc gives each thread an arena of its own, which keeps the most that its thread ever allocated. A process with
+    glibc gives each thread its own arena, which keeps the most memory that the thread ever allocated. A process with
     many threads then grows for a long time although it never needs more. Like `keep_freed_memory`, this is for programs
     to call, before they start threads; it returns the same.
     """

@@ -83,8 +83,8 @@ class _FinishedRows(NamedTuple):
 class Prefill:
     """Prompts of one batch on their way into a model, one segment at a time.
 
-    Segments are cut at multiples of `segment_len` from where reading starts, whatever else runs, so a prompt gives the
-    same bits each time. Rows may have different lengths; one that has ended is not computed any further.
+    Segments are cut at multiples of `segment_len` from where reading starts, independent of other prompts, so a prompt
+    gives the same bits each time. Rows may have different lengths; one that has ended is not computed any further.
 
     Attributes:
         position: Number of tokens of the longest prompt that have been read.

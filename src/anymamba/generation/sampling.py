@@ -158,7 +158,7 @@ def sample_tokens(
     Returns:
         Token ids (b,), on the CPU.
     """
-    # 1) Penalties and biases, in float32 on the CPU whatever the model computes in.
+    # 1) Penalties and biases, in float32 on the CPU for a model of any dtype and device.
     logits = logits.to("cpu", torch.float32)
     if sampling.repetition_penalty != 1 and seen is not None:
         penalized = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)

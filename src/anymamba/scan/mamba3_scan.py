@@ -202,7 +202,7 @@ def rotated_trapezoid_scan(
         k_bias: Key bias of each head and rank.
         q_bias: Query bias of each head and rank.
         angular_rate: Rates of rotation, (b, t, s) or (b, t, h·j·3), see `anymamba.ops.rotation`.
-        dt: Step sizes, by which the rates are multiplied.
+        dt: Step sizes, multiplied with the rates.
         log_decay: Log-decays, never positive; float32 or wider, like the rates, `dt`, `gamma` and `kappa`.
         gamma: Weights of a token in its own step.
         kappa: Weights of the token before.

@@ -3,7 +3,7 @@
 Each change of a session gives it a new revision. A request takes a lease, which notes the revision that it continues
 from, and its commit succeeds only if the stored session still has that revision: under a lock that all servers of a
 directory share, the new state replaces the old one, or nothing changes. So a request that fails leaves the session as
-it was, and of two requests on two servers one succeeds and the other is told about the conflict.
+it was, and of two requests on two servers one succeeds and the other gets a conflict error.
 
 With a directory, the files are the truth, and memory only saves reading them: a session that another server has
 changed is read again. Without one, sessions stay in memory until they are deleted.

@@ -20,8 +20,8 @@ _SPARE = 0.1  # fraction of the limit that is freed in addition, so that not eve
 class StateDirectory:
     """A directory with one file per state.
 
-    Several servers may use the directory: every change holds a lock on the file `.lock`. Whoever holds it finds
-    temporary files only of servers that were killed, and removes them.
+    Several servers may use the directory: every change holds a lock on the file `.lock`. While it is
+    held, all temporary files are those of servers that were killed, and are removed.
 
     Args:
         directory: Directory, which is created if needed, for files that only their owner can read.

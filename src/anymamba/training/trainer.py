@@ -145,7 +145,7 @@ class Trainer(Generic[T]):
         """
         world, lock = self._world, ExitStack()
         stop_signals = catch_signals(signal.SIGINT, signal.SIGTERM)
-        # The saver waits for its thread after the other ranks have been told what happened.
+        # The saver waits for its thread after the error has been sent to the other ranks.
         with lock, stop_signals as interrupted, self._saver, world.translate_comm_errors():
             world.run_checked(lambda: self._enter(lock))
             self._train(lambda: world.any_rank(interrupted()), list(callbacks), shown)

@@ -81,7 +81,7 @@ _KINDS = {
         "Mamba2ForCausalLM",
         _model_fields(4096, 64, 32768, tied=False),
         (("state_size", "d_state", 128), ("head_dim", "headdim", 64), ("n_groups", "ngroups", 8), *_BLOCK_FIELDS),
-        # Not norm_before_gate: transformers gates first whatever it says, and published configs say true.
+        # norm_before_gate is ignored: transformers always gates first, although published configs say true.
         {**_FIXED, "rms_norm": True},
         {
             "d_ssm": None,

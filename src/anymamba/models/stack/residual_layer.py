@@ -2,7 +2,7 @@
 
     r <- r + mixer(norm(r))        r <- r + mlp(norm2(r))
 
-The residual stream r is float32 or wider, whatever the parameters are.
+The residual stream r is float32 or wider, also for parameters of half precision.
 
 Multi-Gate Residuals have up to n streams s_i (b, t, d) instead of one, each with a gate for writing and a weight for
 reading; the first is the input of the stack. A pass computes F. While there are fewer than n streams, F is appended as

@@ -1,4 +1,4 @@
-"""Prompts to states: each prompt is read by itself, in segments cut at fixed positions, whatever else runs."""
+"""Prompts to states: each prompt is read by itself, in segments whose positions do not depend on other requests."""
 
 from __future__ import annotations
 

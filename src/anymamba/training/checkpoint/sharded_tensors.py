@@ -76,7 +76,7 @@ class _Run(NamedTuple):
 
 
 class StoredTensor:
-    """A tensor of a checkpoint, in whichever files its rows are stored; they are read on demand."""
+    """A tensor of a checkpoint, whose rows may be in several files; they are read on demand."""
 
     def __init__(self, owner: StoredTensors, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Describe a tensor of which no file is known yet."""

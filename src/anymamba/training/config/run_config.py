@@ -41,7 +41,7 @@ C = TypeVar("C", bound="RunConfig")
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The sections of every run, whatever it learns; a task adds its own in a subclass."""
+    """The sections that runs of all tasks have; a task adds its own in a subclass."""
 
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)

@@ -50,7 +50,7 @@ def block_fields(section: Any, family: str, width: int, *, d_state: int, headdim
     """Return the family of a model's blocks and the fields of their config, with default sizes.
 
     Raise `ValueError` for an unknown family, or a field that it does not have. `section` has `d_state`, `headdim` and
-    `block`; `width` is that of the residual stream. A family without heads has a state of 16 per channel, whatever the
+    `block`; `width` is that of the residual stream. A family without heads has a state of 16 per channel, not the
     default `d_state`; the default `headdim`, a power of two, is halved until it divides the inner width.
     """
     from anymamba.models.families import FAMILIES  # which imports torch
