@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import anymamba
 from anymamba import compat
 from anymamba.compat.__main__ import main
 from anymamba.compat.install import TABLE
-from tests.support import in_another_process
+from tests.support import MODEL_FLOOR, assert_near, in_another_process
 
 SIGNATURES = json.loads((Path(__file__).parents[1] / "golden" / "functions" / "signatures.json").read_text())
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -106,6 +107,7 @@ def test_an_installed_or_imported_package_is_not_covered(tmp_path):
     (tmp_path / "causal_conv1d.py").write_text("REAL = True\n")
     code = """
 import sys
+import anymamba
 from anymamba import compat
 from anymamba.compat.__main__ import main
 sys.stderr = sys.stdout
@@ -147,9 +149,68 @@ def test_models_of_transformers_pick_it_up_and_compute_the_same():
         assert max(model["errors"].values()) <= 1e-5, model
 
 
+def test_an_activation_can_be_set_for_code_that_cannot_name_it(tmp_path):
+    compat.install(a_activation="softplus")
+    try:
+        import mamba_ssm
+
+        block = mamba_ssm.Mamba3(32, d_state=16, headdim=16)
+        ours = anymamba.Mamba3(32, d_state=16, headdim=16, a_activation="softplus")
+        ours.load_state_dict(block.state_dict())
+        x = torch.randn(2, 5, 32)
+        assert torch.equal(block(x), ours(x))
+        named = mamba_ssm.Mamba3(32, d_state=16, headdim=16, a_activation="heavy_tail")
+        assert named.config.a_activation == "heavy_tail"
+        from mamba_ssm.models.mixer_seq_simple import MambaConfig
+
+        sizes = {"layer": "Mamba3", "d_state": 16, "headdim": 16}
+        model = mamba_ssm.MambaLMHeadModel(MambaConfig(32, 0, 2, 40, sizes))
+    finally:
+        compat.uninstall()
+    assert mamba_ssm.Mamba3(32).config.a_activation == "heavy_tail"
+    ids = torch.randint(40, (1, 7))
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["ssm_cfg"]["a_activation"] == "softplus"
+    loaded = anymamba.MambaLM.from_pretrained(tmp_path)
+    assert_near(loaded(ids).logits, model(ids).logits, MODEL_FLOOR)
+    with pytest.raises(ValueError, match="a_activation must be one of heavy_tail, softplus, got 'relu'"):
+        compat.install(a_activation="relu")
+
+
+def test_options_of_the_command_come_before_the_script(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import sys\nfrom mamba_ssm import Mamba3\nprint(Mamba3(32).config.a_activation, *sys.argv[1:])\n"
+    )
+    (tmp_path / "mamba_ssm").mkdir()  # in the working directory, which a script does not see
+    (tmp_path / "mamba_ssm" / "__init__.py").touch()
+    script = tmp_path / "scripts" / "script.py"
+    script.parent.mkdir()
+    (tmp_path / "script.py").rename(script)
+    command = [
+        sys.executable,
+        "-m",
+        "anymamba.compat",
+        "--a-activation",
+        "softplus",
+        str(script),
+        "--cuda-as-cpu",
+        "-m",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=ONE_THREAD, cwd=tmp_path)
+    assert result.stdout == "softplus --cuda-as-cpu -m\n", result.stderr
+    module = [*command[:3], "-m", "scripts.script", "--a-activation", "relu"]
+    (tmp_path / "mamba_ssm" / "__init__.py").unlink()
+    (tmp_path / "mamba_ssm").rmdir()
+    result = subprocess.run(module, capture_output=True, text=True, check=False, env=ONE_THREAD, cwd=tmp_path)
+    assert result.stdout == "heavy_tail --a-activation relu\n", result.stderr
+
+
 def test_mistakes_in_the_command_are_one_line(capsys):
     assert main(["no_such_script.py"]) == 2
     assert capsys.readouterr().err == "anymamba.compat: no_such_script.py: no such script\n"
     assert main([]) == 2
+    assert capsys.readouterr().err.startswith("anymamba.compat: no script; usage: python -m anymamba.compat")
+    assert main(["--a-activation", "relu", "script.py"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
     assert main(["--help"]) == 0
     assert "usage: python -m anymamba.compat" in capsys.readouterr().out

@@ -25,6 +25,8 @@ from anymamba.compat import (
     ssd_combined,
     ssd_minimal,
 )
+from anymamba.compat.cuda_as_cpu import redirect as redirect_cuda
+from anymamba.compat.cuda_as_cpu import restore as restore_cuda
 
 _SELECTIVE = {
     "selective_scan_fn": selective_scan_interface.selective_scan_fn,
@@ -128,6 +130,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "causal_conv1d.causal_conv1d_varlen": _CONV_VARLEN,
 }
 
+ACTIVATIONS = ("heavy_tail", "softplus")
 PACKAGES = ("mamba_ssm", "causal_conv1d")
 VERSIONS = {"mamba_ssm": "2.3.0", "causal_conv1d": "1.6.0"}  # the packages whose functions these are
 _MARKER = "__anymamba__"
@@ -176,14 +179,35 @@ class _Finder(MetaPathFinder, Loader):
 _finder = _Finder()
 
 
-def install() -> None:
+def install(*, a_activation: str | None = None, cuda_as_cpu: bool = False) -> None:
     """Make later imports of `mamba_ssm` and `causal_conv1d` find the stand-in.
 
+    Args:
+        a_activation: Activation of the decay rates of a `Mamba3` that names none: "softplus", as before June 2026, or
+            "heavy_tail". Default: what an earlier call set, else "heavy_tail".
+        cuda_as_cpu: Whether `.cuda()`, `device="cuda"`, `torch.cuda` and autocast for CUDA use the CPU; one line on
+            stderr says so. Default: what an earlier call set, else no.
+
     Raises:
-        RuntimeError: One of them is installed, or was imported before. Nothing is changed then.
+        ValueError: There is no such activation.
+        RuntimeError: One of the packages is installed, or was imported before; or there is a CUDA device with
+            `cuda_as_cpu`. Nothing is changed then.
     """
-    if _finder in sys.meta_path:
-        return
+    if a_activation not in (None, *ACTIVATIONS):
+        raise ValueError(
+            f"anymamba.compat.install: a_activation must be one of {', '.join(ACTIVATIONS)}, got {a_activation!r}"
+        )
+    if _finder not in sys.meta_path:
+        _check_absent()
+    if cuda_as_cpu:
+        redirect_cuda()
+    if a_activation is not None:
+        mixers.Mamba3.default_a_activation = a_activation
+    if _finder not in sys.meta_path:
+        _import_all()
+
+
+def _check_absent() -> None:
     for name in PACKAGES:
         if name in sys.modules:
             raise RuntimeError(f"anymamba.compat.install: {name} has already been imported; call it before that import")
@@ -191,6 +215,10 @@ def install() -> None:
             raise RuntimeError(
                 f"anymamba.compat.install: {name} is installed, and the stand-in never hides it; uninstall it first"
             )
+
+
+def _import_all() -> None:
+    """Add the importer, and import everything that it finds, before the packages of a working directory are seen."""
     sys.meta_path.append(_finder)
     # transformers' modules look for the packages once, when they are imported.
     mixers_before = [
@@ -202,7 +230,7 @@ def install() -> None:
     if mixers_before:
         warnings.warn(
             f"anymamba.compat.install: {', '.join(sorted(mixers_before))} were imported earlier and do not use it",
-            stacklevel=2,
+            stacklevel=3,
         )
 
 
@@ -215,7 +243,9 @@ def _is_mixer(module: ModuleType) -> bool:
 
 
 def uninstall() -> None:
-    """Remove the stand-in. Names already imported from it keep working."""
+    """Remove the stand-in and its options. Names already imported from it keep working."""
+    restore_cuda()
+    mixers.Mamba3.default_a_activation = ACTIVATIONS[0]
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     for name in [n for n, module in sys.modules.items() if n.partition(".")[0] in PACKAGES]:

@@ -264,7 +264,12 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
 
     def _as_mamba_lm(self) -> MambaLM:
         """Return our model on the parameters of this one."""
-        model = empty_model(_as_our_config(self.config), self.backbone.embedding.weight.dtype)
+        config = _as_our_config(self.config)
+        mixers = [layer.mixer for layer in self.backbone.layers if isinstance(layer.mixer, Mamba3)]
+        if mixers:  # which may have got their activation from `install`
+            ssm_cfg = {**config.ssm_cfg, "a_activation": mixers[0].config.a_activation}
+            config = dataclasses.replace(config, ssm_cfg=ssm_cfg)
+        model = empty_model(config, self.backbone.embedding.weight.dtype)
         model.load_state_dict(self.state_dict(keep_vars=True), assign=True)
         model.tie_weights()
         return model.eval()

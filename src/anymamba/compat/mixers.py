@@ -13,7 +13,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -279,15 +279,20 @@ class Mamba3(OfficialBlock, OurMamba3):
 
     `fuse_pregate_headwise_norm`, `chunk_size`, `dropout`, `n_layer` and, with a warning, unknown keywords do not change
     results.
+
+    Attributes:
+        default_a_activation: Activation of the decay rates if the keywords name none; `install` sets it.
     """
 
     STATES = ("rotation", "ssm", "k", "v")
+    default_a_activation: ClassVar[str] = "heavy_tail"
 
     def _construct(self, *, kwargs: dict[str, Any] | None = None, **arguments: Any) -> None:
         kwargs = kwargs or {}
         if unknown := sorted(kwargs.keys() - _EXTENSIONS):
             warnings.warn(f"Mamba3 has no option {', '.join(unknown)}: ignored", stacklevel=3)
-        extensions = {name: value for name, value in kwargs.items() if name in _EXTENSIONS}
+        extensions = {"a_activation": self.default_a_activation}
+        extensions |= {name: value for name, value in kwargs.items() if name in _EXTENSIONS}
         super()._construct(**arguments, **extensions)
         self.mimo_rank = self.config.rank
 
