@@ -5,6 +5,60 @@ import torch
 CASES = {}  # by name: a function of the dtype that returns the operator and its inputs
 
 
+def case(name):
+    """Enter a case into the table."""
+
+    def enter(function):
+        CASES[name] = function
+        return function
+
+    return enter
+
+
 def empty(dtype, *shape):
     """Return a tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def wide(*shape):
+    """Return a tensor of decays or states."""
+    return empty(torch.float32, *shape)
+
+
+def scan_inputs(dtype, r, h, p, g, n, b=2, t=2048):
+    """Return the inputs of `scan`."""
+    keys = [empty(dtype, b, t, r, g, n) for _ in range(2)]
+    return empty(dtype, b, t, r, h, p), *keys, wide(b, t, h), wide(b, h, p, n), None, None, "fastest"
+
+
+@case("scan of mamba2-130m")
+def scan_130m(dtype):
+    """Return the plain scan, one group."""
+    return "scan", scan_inputs(dtype, 1, 24, 64, 1, 128)
+
+
+@case("scan of rank 4, packed")
+def scan_mimo(dtype):
+    """Return a packed scan with MIMO ranks, each head with its own keys."""
+    inputs = list(scan_inputs(dtype, 4, 24, 64, 24, 128, b=1))
+    inputs[4], inputs[5] = wide(5, 24, 64, 128), torch.empty(6, dtype=torch.int32, device="meta")
+    return "scan", tuple(inputs)
+
+
+def ssd_inputs(h, n, dtype, b=2, t=2048):
+    """Return the inputs of `ssd` with one group, a skip per head, and heads of 64."""
+    keys = [empty(dtype, b, t, 1, n) for _ in range(2)]
+    decays = wide(b, t, h), wide(b, t, h)
+    return empty(dtype, b, t, h, 64), *decays, *keys, wide(h), wide(b, h, 64, n), None, None, "fastest"
+
+
+@case("ssd of mamba2-130m")
+def ssd_130m(dtype):
+    """Return Mamba-2's scan of 24 heads."""
+    return "ssd", ssd_inputs(24, 128, dtype)
+
+
+@case("ssd of mamba2-1.3b")
+def ssd_1_3b(dtype):
+    """Return Mamba-2's scan of 64 heads."""
+    return "ssd", ssd_inputs(64, 128, dtype)

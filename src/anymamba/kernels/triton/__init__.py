@@ -46,7 +46,7 @@ from anymamba.core.registry import Implementation, register, register_library, r
 from anymamba.kernels.triton import selection
 
 # The module of each operator.
-_MODULES: dict[str, str] = {}
+_MODULES = {"scan": "ssd_operators", "ssd": "ssd_operators"}
 
 
 def _implementation(operator: str, module: str) -> Implementation:

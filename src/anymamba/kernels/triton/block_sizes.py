@@ -1,8 +1,8 @@
 """The sizes of blocks by architecture: one table, so that every process computes the same bits.
 
-A block of a product is `rows` steps times MIMO ranks of a chunk, `width` channels of a head and `state` channels of the
-state. Larger blocks read less and need more registers and shared memory: `make compile-triton` lists what each kernel
-takes on each architecture, and with the sizes below no forward kernel spills registers.
+A block of a product is a chunk's rows (its steps times MIMO ranks), `width` channels of a head and `state` channels of
+the state. Larger blocks read less and need more registers and shared memory: `make compile-triton` lists what each
+kernel takes on each architecture, and with the sizes below no forward kernel spills registers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from anymamba.kernels.triton.launch import Target
 class BlockSizes(NamedTuple):
     """Sizes of the blocks of one kernel, all powers of two, and how it is launched."""
 
-    rows: int = 64
     width: int = 64
     state: int = 64
     num_warps: int = 4
@@ -38,6 +37,7 @@ class Precision(NamedTuple):
     state: str
 
 
+MAX_RANK = 32  # MIMO ranks, which is the smallest number of rows
 _DEFAULT = BlockSizes()
 # By kernel, and for an architecture that needs other sizes by (kernel, architecture).
 _SIZES: dict[str | tuple[str, int | str], BlockSizes] = {}
@@ -63,6 +63,11 @@ def precision(dtype: torch.dtype, target: Target) -> Precision:
     if dtype == torch.float32 and has_tf32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return Precision(torch.float32, "tf32", "tf32")
     return Precision(torch.float64 if dtype == torch.float64 else torch.float32, "ieee", "ieee")
+
+
+def chunk_rows(dtype: torch.dtype, target: Target) -> int:
+    """Return the most steps times MIMO ranks of a chunk: fewer where operands take twice the registers."""
+    return 32 if target.backend != "cpu" and (dtype == torch.float32 or target.arch == "gfx1100") else 64
 
 
 def fit(size: int, largest: int) -> int:
