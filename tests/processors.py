@@ -39,7 +39,7 @@ NUMERIC = (
 )
 KERNELS = (
     *("tests/kernels", "tests/scan", "tests/ops", "tests/blocks", "tests/generation/test_decoder.py"),
-    *("tests/training/test_golden.py", "tests/test_former_files.py"),
+    *("tests/generation/test_window.py", "tests/training/test_golden.py", "tests/test_former_files.py"),
 )
 QUICK = (
     *("tests/blocks/test_golden.py", "tests/models/test_lm.py", "tests/ops", "tests/test_former_files.py"),

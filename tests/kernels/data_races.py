@@ -43,11 +43,12 @@ def run_models() -> None:
         with tempfile.TemporaryDirectory() as directory:
             model.save_pretrained(directory)
             for weights in (None, *FORMAT_SPECS):
-                step = decoder(MambaLM.from_pretrained(directory, weights=weights)).step
+                decode = decoder(MambaLM.from_pretrained(directory, weights=weights))
                 for rows in (1, 3, 65):
                     cache = None
                     for _ in range(STEPS):
-                        _, cache = step(torch.randint(700, (rows,)), cache)
+                        _, cache = decode.step(torch.randint(700, (rows,)), cache)
+                    decode.step_window(torch.randint(700, (rows, STEPS)), cache).cache_after(STEPS - 1)
         print(layer, *FORMAT_SPECS, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The logits after one more token per row, in one call to the compiled kernels where they cover the model.
+"""The logits after one more token per row, or a window of them, in one call to the kernels where they cover the model.
 
 Tokens become text elsewhere: in completion.py and tokenizers.py.
 """
@@ -13,6 +13,9 @@ from anymamba.core.dtypes import state_dtype
 from anymamba.kernels.compiled_step import StepSource, compiled_step, forget_steps, usable_step
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
+from anymamba.models.token_window import TokenWindow, check_window, unroll_window
+
+_WINDOW = "window"  # the part of a model's compiled steps that keeps what a replay needs
 
 
 class Decoder:
@@ -65,9 +68,47 @@ class Decoder:
                     return result[0], before.with_tensors(result[1])
         return self.model.step(input_ids, cache)
 
+    @property
+    def window_reason(self) -> str:
+        """Return why `step_window` takes one token at a time; empty where it reads the weights once."""
+        return compiled_step(self.model, self._window_source, _WINDOW).reason
+
+    @torch.no_grad()
+    def step_window(self, input_ids: Int[Tensor, "b k"], cache: LMCache | None = None) -> TokenWindow:
+        """Run over several tokens per row, of which any number may count afterwards.
+
+        The weights are read once for up to 64 rows and tokens together, with the same bits as `step` token by token.
+
+        Args:
+            input_ids: Token ids of each row, up to 64.
+            cache: What the rows continue from; an empty cache by default. It is unchanged.
+
+        Returns:
+            The logits after each token, and the cache after any number of them: `window.cache_after(counts)`.
+        """
+        check_window("Decoder.step_window", input_ids)
+        b, k = input_ids.shape
+        before = self.model.init_cache(b) if cache is None else cache
+        if isinstance(before, LMCache):
+            leaves = before.leaves()
+            step = usable_step(self.model, (input_ids, *leaves), self._window_source, _WINDOW)
+            if step is not None:
+                result = step.look_ahead(self.model.backbone.embed(input_ids.flatten()), leaves, k)
+                if result is not None:
+                    logits, replay = result
+
+                    def advance(counts: list[int], in_place: bool) -> LMCache:
+                        return before.with_tensors(replay.advance(counts, in_place))
+
+                    return TokenWindow(logits.unflatten(0, (b, k)), advance)
+        return unroll_window(self.step, input_ids, before)
+
     def _source(self) -> StepSource:
         model, dtype = self.model, self.model.dtype
         return StepSource(model.describe_step, model.config.d_model, dtype, state_dtype(dtype), model.device)
+
+    def _window_source(self) -> StepSource:
+        return self._source()._replace(keeps_slots=True)
 
 
 def decoder(model: MambaLM) -> Decoder:

@@ -5,6 +5,9 @@ A module that has a compiled step asks for it before it computes:
     step = usable_step(module, (x, *cache), source)      # None: run the module's own code
     result = None if step is None else step.run(x, cache)
 
+It may give a window of several tokens of each sequence to one call: `step.run(x, cache, window=k)` is k steps, and
+`step.look_ahead(x, cache, k)` leaves open how many of them count.
+
 A step is described and compiled when it is first needed, and again after anything that it was described from has
 changed: a submodule, its hooks, a parameter or its address, a number.
 
@@ -35,21 +38,45 @@ class Executable(Protocol):
 
     Attributes:
         max_rows: The most rows that `run` takes.
+        takes_windows: Whether it takes more than one token of a sequence at a time.
     """
 
     max_rows: int
+    takes_windows: bool
 
-    def run(self, x: Tensor, cache: Sequence[Tensor], in_place: bool = False) -> StepResult | None:
-        """Run one step.
+    def run(self, x: Tensor, cache: Sequence[Tensor], in_place: bool = False, window: int = 1) -> StepResult | None:
+        """Run one step, or as many as there are tokens in a window, with the same bits.
 
         Args:
-            x: Input (b, input_width).
+            x: Input (b * window, input_width), the tokens of a sequence one after the other.
             cache: Tensors of the cache, in the order in which they were described.
             in_place: Write the new cache over the old one.
+            window: Number of tokens of each sequence.
 
         Returns:
-            The output (b, output_width) and the new cache; None if shapes, dtypes or devices are not covered, among
-            them more than `max_rows` rows.
+            The output (b * window, output_width) and the new cache; None if shapes, dtypes or devices are not covered,
+            among them more than `max_rows` rows.
+        """
+        ...
+
+    def look_ahead(self, x: Tensor, cache: Sequence[Tensor], window: int) -> tuple[Tensor, Replay] | None:
+        """Run over windows, with the same arguments, and leave the cache as it is.
+
+        Returns:
+            The output, and what advances the cache by the tokens that turn out to count; None where `run` returns it,
+            and if the program does not keep its slots.
+        """
+        ...
+
+
+@runtime_checkable
+class Replay(Protocol):
+    """What turns the cache before a window into the cache after some of its tokens, without reading weights again."""
+
+    def advance(self, counts: Sequence[int], in_place: bool = False) -> list[Tensor]:
+        """Return the cache after the first tokens of each sequence, as many as `counts` says.
+
+        Bits are those of as many steps. With `in_place`, the old cache is overwritten, and this is the last call.
         """
         ...
 
@@ -62,6 +89,7 @@ class StepSource(NamedTuple):
     dtype: torch.dtype
     input_dtype: torch.dtype
     device: torch.device = torch.device("cpu")
+    keeps_slots: bool = False
 
 
 class CompiledStep:
@@ -79,8 +107,8 @@ class CompiledStep:
         self.executable: Executable | None = None
         self.reason = ""
         self._watcher = ModuleWatcher(module)
-        describe, input_width, dtype, input_dtype, device = source
-        builder = StepBuilder(self._watcher, dtype, input_width, input_dtype, device)
+        describe, input_width, dtype, input_dtype, device, keeps_slots = source
+        builder = StepBuilder(self._watcher, dtype, input_width, input_dtype, device, keeps_slots)
         try:
             describe(builder)
         except NotCoveredError as error:
@@ -89,36 +117,80 @@ class CompiledStep:
             program = builder.build()
             # A device registers its compiler as the implementation of an operator of this name.
             compiler, self.reason = select_kernel("compile_step", program)
+            if keeps_slots and (kinds := program.single_token_kinds()):
+                compiler, self.reason = None, f"{', '.join(kinds)} takes one token at a time"
             self.executable = None if compiler is None else compiler.forward(program)
         self._watcher.take_snapshot()
         self.is_current = self._watcher.is_unchanged
 
-    def run(self, x: Tensor, cache: Sequence[Tensor], in_place: bool = False) -> StepResult | None:
+    def run(self, x: Tensor, cache: Sequence[Tensor], in_place: bool = False, window: int = 1) -> StepResult | None:
         """Run the step, as `Executable.run`, for any number of rows."""
         executable = self.executable
         if executable is None:
             return None
-        result = executable.run(x, cache, in_place)
-        if result is None and x.ndim == 2 and x.shape[0] > executable.max_rows:
-            return _run_in_groups(executable, x, cache, in_place)
+        result = executable.run(x, cache, in_place, window)
+        if result is None and (groups := _split_into_groups(executable, x, cache, window)):
+            after = [
+                tensor.resolve_neg().contiguous() if in_place else tensor.clone(memory_format=torch.contiguous_format)
+                for tensor in cache
+            ]
+            outputs = []
+            for rows, sequences in groups:
+                part = [tensor[sequences] for tensor in after]
+                if (result := executable.run(x[rows], part, True, window)) is None:
+                    return None  # shapes and dtypes are those of the first group, so nothing has been written yet
+                outputs.append(result[0])
+            return torch.cat(outputs), after
+        return result
+
+    def look_ahead(self, x: Tensor, cache: Sequence[Tensor], window: int) -> tuple[Tensor, Replay] | None:
+        """Run over windows, as `Executable.look_ahead`, for any number of rows."""
+        executable = self.executable
+        if executable is None:
+            return None
+        result = executable.look_ahead(x, cache, window)
+        if result is None and (groups := _split_into_groups(executable, x, cache, window)):
+            before = [tensor.resolve_neg().contiguous() for tensor in cache]
+            outputs, replays = [], []
+            for rows, sequences in groups:
+                part = [tensor[sequences] for tensor in before]
+                if (result := executable.look_ahead(x[rows], part, window)) is None:
+                    return None
+                outputs.append(result[0])
+                replays.append((sequences, result[1]))
+            return torch.cat(outputs), _GroupReplay(before, replays)
         return result
 
 
-def _run_in_groups(executable: Executable, x: Tensor, cache: Sequence[Tensor], in_place: bool) -> StepResult | None:
-    """Run a step group by group, so that a row has the same bits in a batch of any size."""
-    if any(tensor.ndim == 0 or tensor.shape[0] != x.shape[0] for tensor in cache):
-        return None
-    after = [
-        tensor.resolve_neg().contiguous() if in_place else tensor.clone(memory_format=torch.contiguous_format)
-        for tensor in cache
-    ]
-    outputs = []
-    for begin in range(0, x.shape[0], executable.max_rows):
-        rows = slice(begin, begin + executable.max_rows)
-        if (result := executable.run(x[rows], [tensor[rows] for tensor in after], in_place=True)) is None:
-            return None  # shapes and dtypes are those of the first group, so nothing has been written yet
-        outputs.append(result[0])
-    return torch.cat(outputs), after
+class _GroupReplay:
+    """`Replay` of windows that ran in several groups."""
+
+    def __init__(self, cache: list[Tensor], groups: list[tuple[slice, Replay]]) -> None:
+        """Join the groups, whose caches are rows of `cache`."""
+        self._cache = cache
+        self._groups = groups
+
+    def advance(self, counts: Sequence[int], in_place: bool = False) -> list[Tensor]:
+        """Return the cache after the tokens that count."""
+        parts = [replay.advance(counts[sequences], in_place) for sequences, replay in self._groups]
+        return self._cache if in_place else [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+
+
+def _split_into_groups(
+    executable: Executable, x: Tensor, cache: Sequence[Tensor], window: int
+) -> list[tuple[slice, slice]]:
+    """Return rows and sequences of groups that an executable takes, so that a row has the same bits in any batch.
+
+    Empty if no split makes a call possible.
+    """
+    size = executable.max_rows // window
+    if x.ndim != 2 or x.shape[0] <= executable.max_rows or x.shape[0] % window or not size:
+        return []
+    b = x.shape[0] // window
+    if any(tensor.ndim == 0 or tensor.shape[0] != b for tensor in cache):
+        return []
+    begins = range(0, b, size)
+    return [(slice(i * window, (i + size) * window), slice(i, i + size)) for i in begins]
 
 
 # Not attributes of the modules: a compiled step is neither copied nor saved with its module.

@@ -1,10 +1,16 @@
 """The device-neutral description of one decode step: one token of each row through a block or a model.
 
 A module describes its step to a `StepBuilder` (its method `describe_step`), which collects *phases* over *slots*. Slots
-are columns of a matrix with one row per row of the batch; a phase reads some slots and writes others. Parameters are
+are columns of a matrix with one row per token; a phase reads some slots and writes others. Parameters are
 read in place, in the dtype they have; everything in between is `acc_dtype`: float32, or float64 for float64. The
 result, a `StepProgram`, is plain data: a device's compiler (`kernels/<device>/`) makes it executable, and
 `kernels/compiled_step.py` decides when it runs.
+
+A step may take a *window*, several consecutive tokens of each sequence, with the bits of one at a time: phases of
+`ROW_KINDS` take each row on its own, those of `SEQUENCE_KINDS` carry something in the cache from row to row. A window
+whose end is decided later leaves the cache as it is; then the phases of `SEQUENCE_KINDS` run again over the rows that
+count. For this, a program that `keeps_slots` never uses a slot twice, so that these phases find what they read. A step
+with a phase of any other kind takes one token at a time.
 
 The kinds of phases and their fields (slots are integers, -1 for none; parameters are tensors, None for none):
 
@@ -37,6 +43,8 @@ from anymamba.core.operators import GLOBAL_HOOKS
 from anymamba.core.weight_formats import QuantizedWeight, storage_layout
 
 OUTPUT = -1  # in place of a slot
+ROW_KINDS = frozenset({"read", "write", "norm", "gate", "scale", "linear", "mamba3_tokens"})
+SEQUENCE_KINDS = frozenset({"conv", "mamba1", "mamba2", "mamba3_heads"})
 _ALIGNMENT = 16  # elements between the beginnings of slots: a cache line of float32
 _PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -65,6 +73,16 @@ class StepProgram:
     input_dtype: torch.dtype
     device: torch.device  # of the parameters
     storages: tuple[Any, ...]  # of the parameters, whose memory must not be reused while the program lives
+    keeps_slots: bool = False  # whether each slot is used once
+
+    @property
+    def takes_windows(self) -> bool:
+        """Return whether every phase is of a kind that takes windows."""
+        return not self.single_token_kinds()
+
+    def single_token_kinds(self) -> list[str]:
+        """Return the kinds of phases that take one token at a time."""
+        return sorted({phase.kind for phase in self.phases} - ROW_KINDS - SEQUENCE_KINDS)
 
 
 class ModuleWatcher:
@@ -145,6 +163,7 @@ class StepBuilder:
         input_width: int,
         input_dtype: torch.dtype,
         device: torch.device,
+        keeps_slots: bool = False,
     ) -> None:
         """Begin with the phase that reads the input."""
         self.dtype = dtype
@@ -157,6 +176,7 @@ class StepBuilder:
         self._phases: list[Phase] = []
         self._cache: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._storages: list[Any] = []
+        self._keeps_slots = keeps_slots
         self._next_slot = 0
         self._width = 0
         is_double = self.acc_dtype == torch.float64
@@ -175,6 +195,7 @@ class StepBuilder:
             input_dtype=self._input_dtype,
             device=self._device,
             storages=tuple(self._storages),
+            keeps_slots=self._keeps_slots,
         )
 
     # Validating modules
@@ -222,8 +243,9 @@ class StepBuilder:
         return slot
 
     def release(self, slot: int) -> None:
-        """Let `slot` and all slots created after it be used again."""
-        self._next_slot = slot
+        """Let `slot` and all slots created after it be used again, unless the program keeps them."""
+        if not self._keeps_slots:
+            self._next_slot = slot
 
     def cache_tensor(self, *shape: int, dtype: torch.dtype | None = None) -> int:
         """Return the number of the next tensor of the cache, (b, *shape), in the dtype of activations by default."""

@@ -28,6 +28,7 @@ from anymamba.models.config import MambaLMConfig, check_fields, warn_if_ambiguou
 from anymamba.models.inputs import check_ids, check_inputs, check_label_range
 from anymamba.models.loss import IGNORED_LABEL, chunked_cross_entropy, cross_entropy_sum
 from anymamba.models.outputs import LMOutput, find_targets, last_hidden, unflatten_packed_rows
+from anymamba.models.token_window import TokenWindow, check_window, unroll_window
 from anymamba.scan import SsdPath
 
 if TYPE_CHECKING:
@@ -192,6 +193,21 @@ class MambaLM(HasFingerprint):
             raise ValueError(f"MambaLM.step: input_ids must be a tensor (b,), one token per row, got {received}")
         hidden_bd, new_cache = self.backbone(input_ids, cache)
         return apply_linear(self.lm_head, hidden_bd), new_cache
+
+    def step_window(self, input_ids: Int[Tensor, "b k"], cache: LMCache | None = None) -> TokenWindow:
+        """Run over several tokens per row, of which any number may count afterwards: as many calls of `step`.
+
+        `anymamba.decoder(model)` reads the weights once for all of them, with the same bits as its own `step`.
+
+        Args:
+            input_ids: Token ids of each row, up to 64.
+            cache: Cache that the rows continue from; an empty one if not given. It is unchanged.
+
+        Returns:
+            The logits after each token, and the cache after any number of them: `window.cache_after(counts)`.
+        """
+        check_window("MambaLM.step_window", input_ids)
+        return unroll_window(self.step, input_ids, self.init_cache(input_ids.shape[0]) if cache is None else cache)
 
     def states_at(
         self,

@@ -24,12 +24,14 @@ To add a kernel for an operator `name`:
 To add a kind of phase to decode steps:
 
 1. `kernels/step_description.py`: add the kind and its fields to the table, and a method to `StepBuilder` if several
-   modules use it.
+   modules use it. Enter it in `ROW_KINDS`, or in `SEQUENCE_KINDS` if it reads or writes the cache; in neither, steps
+   with it take one token of a sequence at a time.
 2. `schema.py`: describe its fields in a `Structure` of `_PHASES`, and enter the kind in `PHASE_KINDS`. A field that is
    the name of an option, such as `rotation` or `format`, becomes a number in `_structure` of `step_compiler.py`.
 3. `csrc/decode/step_name.h`: overload `phase_scratch<T>(const NamePhase&, batch)` and
    `run_phase(Kind<kName>, context, phase)`, and include the header in `decode.h` (`step_conv.h` comes in through
-   `step_linear.h`); the switch follows from `PHASE_KINDS`.
+   `step_linear.h`); the switch follows from `PHASE_KINDS`. A phase with a cache takes it from `context.part`, token by
+   token in `context.for_tokens`.
 4. Call `builder.phase("name", ...)` in the module's `describe_step` or `describe_core`, and compare with the module's
    own code in `tests/kernels/test_compiled_step.py`.
 """

@@ -274,7 +274,7 @@ DEQUANTIZE = Structure(
     (*_QUANTIZED, *results("weight", "acc")),
 )
 
-# One token per row through a block or a model, as a list of phases. Between phases everything is float (double for
+# Tokens through a block or a model, one per row, as a list of phases. Between phases everything is float (double for
 # double) in slots: columns of a (batch, width) matrix that all phases share. A negative slot is none.
 _PHASES = (
     Structure("EdgePhase", "slot = input, or output = slot", {}, (*numbers("width slot"),)),
@@ -341,17 +341,19 @@ _PARTS = (
 )
 STEP = Structure(
     "StepArgs",
-    "A compiled decode step, and one token per row.",
+    "A compiled decode step, and a window of tokens of each sequence, one after the other: `batch` rows in all.",
     {},
     (
-        *numbers("dtype threads batch width count"),
+        *numbers("dtype threads batch window width count"),
         pointer("phases", "const Phase*"),
         pointer("input", "const void*"),
         *numbers("input_dtype input_row"),
         *results("output"),
         *numbers("output_width"),
         pointer("old_cache", "const void* const*", "tensor by tensor"),
-        pointer("new_cache", "void* const*", "the same memory or other memory"),
+        pointer("new_cache", "void* const*", "the same memory or other memory; null: the old one stays as it is"),
+        pointer("slots", "void*", "(batch, width), in the dtype of states, of the caller; null: memory of the call"),
+        pointer("replayed", "const int64_t*", "how many tokens of each sequence to run again from `slots`; null: all"),
     ),
 )
 _KERNELS = {"scan": SCAN, "conv": CONV, "norm": NORM, "discretize": DISCRETIZE, "gate": GATE, "selective": SELECTIVE}

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from anymamba.core.dtypes import state_dtype
 from anymamba.core.registry import Implementation
 from anymamba.kernels.cpu import bindings, schema
 from anymamba.kernels.cpu.bindings import DTYPES, WEIGHT_FORMATS, empty
-from anymamba.kernels.step_description import Phase, StepProgram
+from anymamba.kernels.step_description import SEQUENCE_KINDS, Phase, StepProgram
 
 MAX_ROWS = 64  # beyond, a matrix product is no longer bound by memory
+_TEAM_BYTES = 1 << 20  # a replay over less is not worth waking threads
 _CPU = torch.device("cpu")
 _KINDS = {kind: number for number, kind in enumerate(schema.PHASE_KINDS)}
 
@@ -26,59 +28,132 @@ class CpuStep:
 
     def __init__(self, program: StepProgram) -> None:
         """Fill the structures."""
+        self.takes_windows = program.takes_windows
         self._program = program
         self._structures = [_structure(phase) for phase in program.phases]
-        phase = schema.c_structure("Phase")
-        entries = (
-            phase(kind=_KINDS[kind], args=ctypes.addressof(structure))
-            for (kind, _), structure in zip(program.phases, self._structures, strict=True)
-        )
-        self._table = (phase * len(self._structures))(*entries)
+        self._table = self._make_table(range(len(program.phases)))
+        self._replayed = self._make_table(i for i, phase in enumerate(program.phases) if phase.kind in SEQUENCE_KINDS)
         self._pointers = ctypes.c_void_p * len(program.cache)
-        self._calls: dict[int, tuple[list[Any], Any]] = {}
+        self._calls: dict[tuple[int, int], tuple[list[Any], Any]] = {}
         self._run = bindings.function("decode_step")
 
-    def run(self, x: Tensor, cache: Sequence[Tensor], in_place: bool = False) -> tuple[Tensor, list[Tensor]] | None:
-        """Run one step of up to `max_rows` rows, as `kernels.compiled_step.Executable.run`."""
-        program = self._program
-        b = x.shape[0] if x.ndim == 2 else 0
-        if not 1 <= b <= MAX_ROWS or x.shape[1] != program.input_width or x.dtype != program.input_dtype:
+    def run(
+        self, x: Tensor, cache: Sequence[Tensor], in_place: bool = False, window: int = 1
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        """Run up to `max_rows` rows, as `kernels.compiled_step.Executable.run`."""
+        if (before := self._check(x, cache, window)) is None:
             return None
-        expected, template = self._calls[b] if b in self._calls else self._prepare(b)
+        after = before if in_place else list(map(torch.empty_like, before))
+        return self._forward(x, before, after, window, None), after
+
+    def look_ahead(self, x: Tensor, cache: Sequence[Tensor], window: int) -> tuple[Tensor, CpuReplay] | None:
+        """Run up to `max_rows` rows, as `kernels.compiled_step.Executable.look_ahead`."""
+        program = self._program
+        if not program.keeps_slots or (before := self._check(x, cache, window)) is None:
+            return None
+        slots = empty((x.shape[0], program.width), state_dtype(program.dtype))
+        return self._forward(x, before, None, window, slots), CpuReplay(self, before, slots, window)
+
+    def replay(self, cache: list[Tensor], slots: Tensor, window: int, counts: Sequence[int]) -> None:
+        """Advance a cache in place by the first tokens of each window, whose slots are those of `look_ahead`."""
+        replayed = (ctypes.c_int64 * len(counts))(*counts)
+        args = self._arguments(slots.shape[0], window)
+        args.count = len(self._replayed)
+        args.phases = ctypes.addressof(self._replayed)
+        args.replayed = ctypes.addressof(replayed)
+        if sum(x.nbytes for x in cache) < _TEAM_BYTES:
+            args.threads = 1
+        self._call(args, cache, cache, slots)
+        del replayed  # until here: `args` holds its address only
+
+    def _make_table(self, indices: Iterable[int]) -> Any:
+        """Return the table of some of the phases."""
+        phase, kinds = schema.c_structure("Phase"), [_KINDS[kind] for kind, _ in self._program.phases]
+        entries = [phase(kind=kinds[i], args=ctypes.addressof(self._structures[i])) for i in indices]
+        return (phase * len(entries))(*entries)
+
+    def _check(self, x: Tensor, cache: Sequence[Tensor], window: int) -> list[Tensor] | None:
+        """Return the tensors of the cache as the kernel reads them; None if it does not cover the arguments."""
+        program = self._program
+        rows = x.shape[0] if x.ndim == 2 else 0
+        if not 1 <= rows <= MAX_ROWS or x.shape[1] != program.input_width or x.dtype != program.input_dtype:
+            return None
+        if window != 1 and (not self.takes_windows or rows % window):
+            return None
+        expected = self._calls[rows, window][0] if (rows, window) in self._calls else self._prepare(rows, window)[0]
         if [(old.shape, old.dtype, old.device) for old in cache] != expected or x.device != _CPU:
             return None
+        return [old if old.is_contiguous() and not old.is_neg() else old.contiguous().resolve_neg() for old in cache]
+
+    def _forward(
+        self, x: Tensor, before: list[Tensor], after: list[Tensor] | None, window: int, slots: Tensor | None
+    ) -> Tensor:
+        """Return the output, and write the new cache to `after`, if there is one, and slots to `slots`."""
+        program = self._program
         x = x if x.stride(-1) == 1 else x.contiguous()
-        before = [old if old.is_contiguous() and not old.is_neg() else old.contiguous().resolve_neg() for old in cache]
-        after = before if in_place else list(map(torch.empty_like, before))
-        output = empty((b, program.output_width), program.dtype)
-        old, new = self._pointers(*map(Tensor.data_ptr, before)), self._pointers(*map(Tensor.data_ptr, after))
-        args = type(template).from_buffer_copy(template)  # of this call: other threads may run the step too
-        args.threads = torch.get_num_threads()
+        output = empty((x.shape[0], program.output_width), program.dtype)
+        args = self._arguments(x.shape[0], window)
         args.input = x.data_ptr()
         args.input_row = x.stride(0)
         args.output = output.data_ptr()
+        self._call(args, before, after, slots)
+        return output
+
+    def _call(self, args: Any, before: list[Tensor], after: list[Tensor] | None, slots: Tensor | None) -> None:
+        """Call the kernel."""
+        old = self._pointers(*map(Tensor.data_ptr, before))
         args.old_cache = ctypes.addressof(old)
-        args.new_cache = ctypes.addressof(new)
+        if after is not None:
+            new = self._pointers(*map(Tensor.data_ptr, after))
+            args.new_cache = ctypes.addressof(new)
+        if slots is not None:
+            args.slots = slots.data_ptr()
         if self._run(ctypes.byref(args)):
             raise MemoryError("decode_step: out of memory")
-        del old, new  # until here: `args` holds their addresses only
-        return output, after
 
-    def _prepare(self, b: int) -> tuple[list[Any], Any]:
-        """Return what all calls with b rows share: what the cache must be, and the fields of the C structure."""
+    def _arguments(self, rows: int, window: int) -> Any:
+        """Return the C structure of a call of its own: other threads may run the step too."""
+        template = self._calls[rows, window][1]
+        args = type(template).from_buffer_copy(template)
+        args.threads = torch.get_num_threads()
+        return args
+
+    def _prepare(self, rows: int, window: int) -> tuple[list[Any], Any]:
+        """Return what all calls of one size share: what the cache must be, and the fields of the C structure."""
         program = self._program
-        expected = [(torch.Size((b, *shape)), dtype, _CPU) for shape, dtype in program.cache]
+        expected = [(torch.Size((rows // window, *shape)), dtype, _CPU) for shape, dtype in program.cache]
         template = schema.c_structure("StepArgs")(
             dtype=DTYPES[program.dtype],
-            batch=b,
+            batch=rows,
+            window=window,
             width=program.width,
             count=len(self._table),
             phases=ctypes.addressof(self._table),
             input_dtype=DTYPES[program.input_dtype],
             output_width=program.output_width,
         )
-        self._calls[b] = expected, template
+        self._calls[rows, window] = expected, template
         return expected, template
+
+
+class CpuReplay:
+    """What advances a cache by some tokens of a window: `kernels.compiled_step.Replay`."""
+
+    def __init__(self, step: CpuStep, cache: list[Tensor], slots: Tensor, window: int) -> None:
+        """Keep the cache before the window, and the slots of all its rows."""
+        self._step = step
+        self._cache = cache
+        self._slots = slots
+        self._window = window
+
+    def advance(self, counts: Sequence[int], in_place: bool = False) -> list[Tensor]:
+        """Return the cache after the tokens that count."""
+        cache = self._cache if in_place else [x.clone() for x in self._cache]
+        if len(counts) * self._window != self._slots.shape[0] or not all(0 <= n <= self._window for n in counts):
+            raise ValueError(f"counts must be {len(cache[0])} numbers from 0 to {self._window}, got {list(counts)}")
+        if any(counts):
+            self._step.replay(cache, self._slots, self._window, counts)
+        return cache
 
 
 def _structure(phase: Phase) -> ctypes.Structure:

@@ -1,4 +1,7 @@
-// A decode step: one token per row through a list of phases, stage after stage in one team of threads.
+// A decode step: a few tokens of each sequence through a list of phases, stage after stage in one team of threads.
+//
+// Every token is a row. Most phases take rows one by one; those that carry something from token to token take the rows of
+// a sequence in their order (`StepContext::for_tokens`), so a window of tokens gives the same bits as one at a time.
 //
 // Threads wait for each other after every stage, so there are as few as possible: a stage is a phase, the convolution
 // of what it projects, and the phases after it that are too short to distribute.
@@ -111,16 +114,19 @@ Requirements find_requirements(const StepArgs& args) {
 template <typename T>
 bool decode_step(const StepArgs& args) {
   const Requirements requirements = find_requirements<T>(args);
-  const int team = team_size(args.threads, requirements.weights < kTeamBytes ? 1 : args.threads);
+  const bool is_small = !args.replayed && requirements.weights < kTeamBytes;
+  const int team = team_size(args.threads, is_small ? 1 : args.threads);
   // Everything is allocated before the threads start, so that none waits for another.
-  const Scratch slots(static_cast<size_t>(args.batch * args.width) * sizeof(T)), scratch(requirements.scratch * team);
+  const Scratch memory(args.slots ? 0 : static_cast<size_t>(args.batch * args.width) * sizeof(T));
+  const Scratch scratch(requirements.scratch * team);
   const Queues queues(requirements.stages);
-  if (!slots.get() || !scratch.get() || !queues.get()) return false;
+  if (!memory.get() || !scratch.get() || !queues.get()) return false;
+  T* slots = static_cast<T*>(args.slots ? args.slots : memory.get());
   static Teams teams;
   teams.run(team, [&](int size) {
     run_team(size, [&](int thread) {
       void* own = static_cast<char*>(scratch.get()) + requirements.scratch * thread;
-      run_stages(StepContext<T>{args, static_cast<T*>(slots.get()), queues.get(), thread, size, own, finish_stage<T>});
+      run_stages(StepContext<T>{args, slots, queues.get(), thread, size, own, finish_stage<T>});
     });
   });
   return true;

@@ -11,6 +11,17 @@ namespace ANYMAMBA_ISA {
 
 constexpr int64_t kNextBytes = 64 << 10;  // that a thread prefetches while it waits
 
+// A token of a sequence: the rows of a sequence follow each other, `window` of them.
+struct Token {
+  int64_t row, sequence, position;
+};
+
+// A part of a cache before and after a token.
+struct CachePart {
+  const char* before;
+  char* after;
+};
+
 // A kind of phase as a type, by which `run_phase` is overloaded.
 template <int64_t kKind>
 struct Kind {};
@@ -29,12 +40,23 @@ struct StepContext {
   const char* next = nullptr;  // what this thread will read first in the next stage, if that is known
 
   T* at(int64_t row, int64_t slot) const { return slots + row * args.width + slot; }
-  // The tensor of a cache from element `at` on.
+  int64_t sequences() const { return args.batch / args.window; }
+  // The tensor of the old cache from element `at` on.
   const char* before(int64_t tensor, int64_t at, int64_t dtype) const {
     return static_cast<const char*>(args.old_cache[tensor]) + at * static_cast<int64_t>(size_of(dtype));
   }
-  char* after(int64_t tensor, int64_t at, int64_t dtype) const {
-    return static_cast<char*>(args.new_cache[tensor]) + at * static_cast<int64_t>(size_of(dtype));
+  // The same part of the cache around a token: the first one continues from the old cache, the others from what the one
+  // before them left. That is in `scratch`, as large as the part, if the call leaves the cache as it is.
+  CachePart part(int64_t tensor, int64_t at, int64_t dtype, const Token& token, void* scratch) const {
+    char* after = static_cast<char*>(scratch);
+    if (args.new_cache) after = static_cast<char*>(args.new_cache[tensor]) + at * static_cast<int64_t>(size_of(dtype));
+    return {token.position ? after : before(tensor, at, dtype), after};
+  }
+  // body(token) for the tokens of a sequence in their order: all of its window, or as many as are replayed.
+  template <typename Body>
+  void for_tokens(int64_t sequence, const Body& body) const {
+    const int64_t count = args.replayed ? args.replayed[sequence] : args.window;
+    for (int64_t i = 0; i < count; ++i) body(Token{sequence * args.window + i, sequence, i});
   }
   // body(task) for every task, by any free thread, until all are done; called once per stage.
   template <typename Body>

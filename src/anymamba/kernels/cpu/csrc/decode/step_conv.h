@@ -1,4 +1,4 @@
-// One token of the causal convolution.
+// The causal convolution, token by token.
 #pragma once
 
 #include "ops/conv.h"
@@ -9,7 +9,7 @@ namespace ANYMAMBA_ISA {
 template <typename T>
 size_t phase_scratch(const ConvPhase& phase, int64_t) {
   Arena count;
-  for (int buffer = 0; buffer < 2; ++buffer) count.take<T>(kConvChannels * phase.width);
+  for (int buffer = 0; buffer < 3; ++buffer) count.take<T>(kConvChannels * phase.width);
   count.take<T>(kConvChannels);
   return count.used();
 }
@@ -27,31 +27,41 @@ void rounded_row(T* target, const T* source, int64_t dtype, int64_t count) {
   }
 }
 
-// Some channels of a row, up to kConvChannels. Not inlined, so that it is the same arithmetic wherever it is called from.
+// Some channels of a token, up to kConvChannels. Not inlined, so that it is the same arithmetic wherever it is called
+// from.
 template <typename T>
-[[gnu::noinline]] void convolve_channels(const StepContext<T>& context, const ConvPhase& phase, int64_t row,
-                                         int64_t start, int64_t count, Arena arena) {
-  const int64_t w = phase.width, dtype = context.args.dtype, at = (row * phase.channels + start) * w;
-  T *window = arena.take<T>(kConvChannels * w), *weight_buffer = arena.take<T>(kConvChannels * w);
-  T *x = arena.take<T>(kConvChannels), *act = context.at(row, phase.to + start);
-  rounded_row(x, context.at(row, phase.x + start), dtype, count);
+[[gnu::noinline]] void convolve_token(const StepContext<T>& context, const ConvPhase& phase, const Token& token,
+                                      int64_t start, int64_t count, Arena arena) {
+  const int64_t w = phase.width, dtype = context.args.dtype, at = (token.sequence * phase.channels + start) * w;
+  T *aside = arena.take<T>(kConvChannels * w), *window = arena.take<T>(kConvChannels * w);
+  T *weight_buffer = arena.take<T>(kConvChannels * w), *x = arena.take<T>(kConvChannels);
+  T* act = context.at(token.row, phase.to + start);
+  const CachePart part = context.part(phase.cache_window, at, dtype, token, aside);
+  rounded_row(x, context.at(token.row, phase.x + start), dtype, count);
   if (phase.bias.data)
     read_row(act, static_cast<const char*>(phase.bias.data) + start * size_of(phase.bias.dtype), phase.bias.dtype,
              static_cast<int>(count), static_cast<int>(count));
   else
     std::memset(act, 0, count * sizeof(T));
   const T* weight = read_parameter(weight_buffer, phase.weight, start * w, count * w);
-  conv_step(context.before(phase.cache_window, at, dtype), context.after(phase.cache_window, at, dtype), dtype, x,
-            weight, act, count, w, window);
+  conv_step(part.before, part.after, dtype, x, weight, act, count, w, window);
+}
+
+// The same channels of all tokens of a sequence.
+template <typename T>
+void convolve_channels(const StepContext<T>& context, const ConvPhase& phase, int64_t sequence, int64_t start,
+                       int64_t left, Arena arena) {
+  const int64_t count = left < kConvChannels ? left : kConvChannels;
+  context.for_tokens(sequence,
+                     [&](const Token& token) { convolve_token(context, phase, token, start, count, arena); });
 }
 
 template <typename T>
 void run_phase(Kind<kConv>, const StepContext<T>& context, const ConvPhase& phase) {
   const int64_t blocks = (phase.channels + kConvChannels - 1) / kConvChannels;
-  context.parallel_for(context.args.batch * blocks, [&](int64_t task) {
-    const int64_t start = task % blocks * kConvChannels, left = phase.channels - start;
-    convolve_channels(context, phase, task / blocks, start, left < kConvChannels ? left : kConvChannels,
-                      Arena(context.scratch));
+  context.parallel_for(context.sequences() * blocks, [&](int64_t task) {
+    const int64_t start = task % blocks * kConvChannels;
+    convolve_channels(context, phase, task / blocks, start, phase.channels - start, Arena(context.scratch));
   });
 }
 
@@ -73,14 +83,14 @@ class ColumnsConv {
     if (begin_ >= end_) return;
     const int64_t w = phase_->width, dtype = context_.args.dtype;
     prefetch(static_cast<const char*>(phase_->weight.data), phase_->weight.dtype, begin_ * w);
-    for (int64_t row = 0; row < context_.args.batch; ++row)
-      prefetch(context_.before(phase_->cache_window, 0, dtype), dtype, (row * phase_->channels + begin_) * w);
+    for (int64_t sequence = 0; sequence < context_.sequences(); ++sequence)
+      prefetch(context_.before(phase_->cache_window, 0, dtype), dtype, (sequence * phase_->channels + begin_) * w);
   }
 
   void run(Arena arena) const {
-    for (int64_t row = 0; row < context_.args.batch; ++row)
+    for (int64_t sequence = 0; sequence < context_.sequences(); ++sequence)
       for (int64_t c = begin_; c < end_; c += kConvChannels)
-        convolve_channels(context_, *phase_, row, c, end_ - c < kConvChannels ? end_ - c : kConvChannels, arena);
+        convolve_channels(context_, *phase_, sequence, c, end_ - c, arena);
   }
 
  private:

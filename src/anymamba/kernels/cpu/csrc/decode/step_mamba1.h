@@ -1,4 +1,4 @@
-// Mamba-1 between its projections, one token: the states of every channel, and the gate.
+// Mamba-1 between its projections, token by token: the states of every channel, and the gate.
 #pragma once
 
 #include "scan/selective_scan.h"
@@ -12,7 +12,7 @@ template <typename T>
 size_t phase_scratch(const Mamba1Phase& phase, int64_t) {
   Arena count;
   for (int buffer = 0; buffer < 2; ++buffer) count.take<T>(round_up<T>(static_cast<int>(phase.state)));
-  for (int buffer = 0; buffer < 2; ++buffer) count.take<T>(kMamba1Block * phase.state);
+  for (int buffer = 0; buffer < 3; ++buffer) count.take<T>(kMamba1Block * phase.state);
   for (int buffer = 0; buffer < 2; ++buffer) count.take<T>(kMamba1Block);
   return count.used();
 }
@@ -24,11 +24,13 @@ inline Vec<T> exp_any(Vec<T> x) {
   return x < zero ? e : T(1) / e;
 }
 
-// The gated y of some channels of a row, whose states advance by one.
+// The gated y of some channels of a token, whose states advance by one. Not inlined, so that it is the same arithmetic
+// in a window of any length.
 template <typename T>
-void mamba1_channels(const StepContext<T>& context, const Mamba1Phase& phase, int64_t row, int64_t start, int64_t count,
-                     Arena arena) {
-  const int64_t n = phase.state, stride = round_up<T>(static_cast<int>(n));
+[[gnu::noinline]] void mamba1_channels(const StepContext<T>& context, const Mamba1Phase& phase, const Token& token,
+                                       int64_t start, int64_t count, Arena arena) {
+  const int64_t n = phase.state, stride = round_up<T>(static_cast<int>(n)), row = token.row;
+  T* aside = arena.take<T>(kMamba1Block * n);
   T *b_buffer = arena.take<T>(stride), *c_buffer = arena.take<T>(stride);
   T *log_buffer = arena.take<T>(kMamba1Block * n), *rates = arena.take<T>(kMamba1Block * n);
   T *skip_buffer = arena.take<T>(kMamba1Block), *sizes = arena.take<T>(kMamba1Block);
@@ -38,9 +40,10 @@ void mamba1_channels(const StepContext<T>& context, const Mamba1Phase& phase, in
   const T* a_log = read_parameter(log_buffer, phase.a_log, start * n, count * n);
   const T* skip = read_parameter(skip_buffer, phase.skip, start, count);
   T* y = context.at(row, phase.to + start);
-  const int64_t at = (row * phase.channels + start) * n;
-  const T* before = reinterpret_cast<const T*>(context.before(phase.cache_state, at, own_dtype<T>()));
-  T* after = reinterpret_cast<T*>(context.after(phase.cache_state, at, own_dtype<T>()));
+  const int64_t at = (token.sequence * phase.channels + start) * n;
+  const CachePart part = context.part(phase.cache_state, at, own_dtype<T>(), token, aside);
+  const T* before = reinterpret_cast<const T*>(part.before);
+  T* after = reinterpret_cast<T*>(part.after);
   // The rates of a block in one go: a state may be shorter than a vector.
   for (int64_t i = 0; i < count * n; i += kLanes<T>)
     store_first(rates + i, -exp_any<T>(load_first(a_log + i, count * n - i)), count * n - i);
@@ -64,10 +67,12 @@ void mamba1_channels(const StepContext<T>& context, const Mamba1Phase& phase, in
 template <typename T>
 void run_phase(Kind<kMamba1>, const StepContext<T>& context, const Mamba1Phase& phase) {
   const int64_t blocks = (phase.channels + kMamba1Block - 1) / kMamba1Block;
-  context.parallel_for(context.args.batch * blocks, [&](int64_t task) {
+  context.parallel_for(context.sequences() * blocks, [&](int64_t task) {
     const int64_t start = task % blocks * kMamba1Block, left = phase.channels - start;
-    mamba1_channels(context, phase, task / blocks, start, left < kMamba1Block ? left : kMamba1Block,
-                    Arena(context.scratch));
+    const int64_t count = left < kMamba1Block ? left : kMamba1Block;
+    context.for_tokens(task / blocks, [&](const Token& token) {
+      mamba1_channels(context, phase, token, start, count, Arena(context.scratch));
+    });
   });
 }
 

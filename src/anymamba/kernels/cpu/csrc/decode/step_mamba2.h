@@ -10,15 +10,19 @@ namespace ANYMAMBA_ISA {
 template <typename T>
 size_t phase_scratch(const Mamba2Phase& phase, int64_t) {
   Arena count;
+  count.take<T>(phase.head_width * phase.state);
   for (int buffer = 0; buffer < 2; ++buffer) count.take<T>(round_up<T>(static_cast<int>(phase.state)));
   for (int buffer = 0; buffer < 2; ++buffer) count.take<T>(phase.head_width);
   return count.used();
 }
 
-// y of one head of a row, whose state advances by one.
+// y of one head of a token, whose state advances by one. Not inlined, so that it is the same arithmetic in a window of
+// any length.
 template <typename T>
-void mamba2_head(const StepContext<T>& context, const Mamba2Phase& phase, int64_t row, int64_t head, Arena arena) {
-  const int64_t p = phase.head_width, n = phase.state, inner = phase.heads * p;
+[[gnu::noinline]] void mamba2_head(const StepContext<T>& context, const Mamba2Phase& phase, const Token& token,
+                                   int64_t head, Arena arena) {
+  const int64_t p = phase.head_width, n = phase.state, inner = phase.heads * p, row = token.row;
+  T* aside = arena.take<T>(p * n);
   const int64_t group = head / (phase.heads / phase.groups), stride = round_up<T>(static_cast<int>(n));
   T *b_buffer = arena.take<T>(stride), *c_buffer = arena.take<T>(stride);
   T *values = arena.take<T>(p), *skip_buffer = arena.take<T>(p);
@@ -27,10 +31,11 @@ void mamba2_head(const StepContext<T>& context, const Mamba2Phase& phase, int64_
   const StepLimits limits{false, 0, phase.dt_min, phase.dt_max, 0};
   const T dt = static_cast<T>(StepSize(broadcast(raw), limits, false).value[0]);
   for (int64_t i = 0; i < p; ++i) values[i] = dt * x[i];
-  const int64_t at = (row * phase.heads + head) * p * n;
+  const int64_t at = (token.sequence * phase.heads + head) * p * n;
+  const CachePart part = context.part(phase.cache_state, at, own_dtype<T>(), token, aside);
   HeadState<T> state;
-  state.before = reinterpret_cast<const T*>(context.before(phase.cache_state, at, own_dtype<T>()));
-  state.after = reinterpret_cast<T*>(context.after(phase.cache_state, at, own_dtype<T>()));
+  state.before = reinterpret_cast<const T*>(part.before);
+  state.after = reinterpret_cast<T*>(part.after);
   state.p = p, state.n = n, state.stride = stride;
   state.decay = std::exp(-dt * std::exp(read_parameter<T>(phase.a_log, head)));
   state.values = values;
@@ -49,8 +54,10 @@ void mamba2_head(const StepContext<T>& context, const Mamba2Phase& phase, int64_
 
 template <typename T>
 void run_phase(Kind<kMamba2>, const StepContext<T>& context, const Mamba2Phase& phase) {
-  context.parallel_for(context.args.batch * phase.heads, [&](int64_t task) {
-    mamba2_head(context, phase, task / phase.heads, task % phase.heads, Arena(context.scratch));
+  context.parallel_for(context.sequences() * phase.heads, [&](int64_t task) {
+    context.for_tokens(task / phase.heads, [&](const Token& token) {
+      mamba2_head(context, phase, token, task % phase.heads, Arena(context.scratch));
+    });
   });
 }
 

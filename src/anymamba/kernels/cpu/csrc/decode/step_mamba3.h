@@ -58,6 +58,7 @@ struct Mamba3Buffers {
   double *rotation, *vectors;
   T *quarter, *rest, *components;  // components: cosines and sines, or w, x, y, z
   T *row, *keys, *queries, *values, *before, *y, *z, *o, *norm;
+  T *aside_state, *aside_k, *aside_v, *aside_rotation;  // the head's part of a cache that the call leaves as it is
 
   Mamba3Buffers(Arena& arena, const Mamba3Phase& phase) {
     const int64_t p = phase.head_width, r = phase.rank, stride = round_up<T>(static_cast<int>(phase.state));
@@ -68,6 +69,8 @@ struct Mamba3Buffers {
     keys = arena.take<T>(2 * r * stride), queries = arena.take<T>(r * stride);
     values = arena.take<T>(2 * r * p), before = arena.take<T>(p), y = arena.take<T>(r * p);
     z = arena.take<T>(p), o = arena.take<T>(p), norm = arena.take<T>(p);
+    aside_state = arena.take<T>(p * phase.state), aside_k = arena.take<T>(r * phase.state), aside_v = arena.take<T>(p);
+    aside_rotation = arena.take<T>(rotation_count(phase));
   }
 };
 
@@ -82,12 +85,13 @@ size_t phase_scratch(const Mamba3Phase& phase, int64_t) {
 
 // The rotation of a head advances by one step.
 template <typename T>
-void advance_rotation(const StepContext<T>& context, const Mamba3Phase& phase, int64_t row, int64_t head, T dt,
+void advance_rotation(const StepContext<T>& context, const Mamba3Phase& phase, const Token& token, int64_t head, T dt,
                       const Mamba3Buffers<T>& b) {
-  const int64_t count = rotation_count(phase), at = (row * phase.heads + head) * count;
-  const T* before = reinterpret_cast<const T*>(context.before(phase.cache_rotation, at, own_dtype<T>()));
-  T* after = reinterpret_cast<T*>(context.after(phase.cache_rotation, at, own_dtype<T>()));
-  const T* rates = context.at(row, phase.numbers + 4 * phase.heads);
+  const int64_t count = rotation_count(phase), at = (token.sequence * phase.heads + head) * count;
+  const CachePart part = context.part(phase.cache_rotation, at, own_dtype<T>(), token, b.aside_rotation);
+  const T* before = reinterpret_cast<const T*>(part.before);
+  T* after = reinterpret_cast<T*>(part.after);
+  const T* rates = context.at(token.row, phase.numbers + 4 * phase.heads);
   const int rotations = static_cast<int>(phase.num_rotations);
   if (phase.rotation == kQuaternion) {
     read_quaternions(b.rotation, before, rotations, b.lanes);
@@ -156,32 +160,37 @@ void gate_head(const StepContext<T>& context, const Mamba3Phase& phase, int64_t 
 
 // The keys and values of the last token, out of the cache, and those of this one into it.
 template <typename T>
-void exchange_token(const StepContext<T>& context, const Mamba3Phase& phase, int64_t row, int64_t head, const T* x,
-                    int64_t stride, const Mamba3Buffers<T>& buffers) {
+void exchange_token(const StepContext<T>& context, const Mamba3Phase& phase, const Token& token, int64_t head,
+                    const T* x, int64_t stride, const Mamba3Buffers<T>& buffers) {
   const int64_t p = phase.head_width, n = phase.state, rank = phase.rank, dtype = context.args.dtype;
   for (int64_t r = 0; r < rank; ++r) {
-    const int64_t at = ((row * rank + r) * phase.heads + head) * n;
-    read_row(buffers.keys + (rank + r) * stride, context.before(phase.cache_k, at, dtype), dtype, static_cast<int>(n),
-             static_cast<int>(stride));
-    write_row(context.after(phase.cache_k, at, dtype), buffers.keys + r * stride, dtype, static_cast<int>(n));
+    const int64_t at = ((token.sequence * rank + r) * phase.heads + head) * n;
+    const CachePart k = context.part(phase.cache_k, at, dtype, token, buffers.aside_k + r * n);
+    read_row(buffers.keys + (rank + r) * stride, k.before, dtype, static_cast<int>(n), static_cast<int>(stride));
+    write_row(k.after, buffers.keys + r * stride, dtype, static_cast<int>(n));
   }
-  const int64_t at = (row * phase.heads + head) * p;
-  read_row(buffers.before, context.before(phase.cache_v, at, dtype), dtype, static_cast<int>(p), static_cast<int>(p));
-  write_row(context.after(phase.cache_v, at, dtype), x, dtype, static_cast<int>(p));
+  const int64_t at = (token.sequence * phase.heads + head) * p;
+  const CachePart v = context.part(phase.cache_v, at, dtype, token, buffers.aside_v);
+  read_row(buffers.before, v.before, dtype, static_cast<int>(p), static_cast<int>(p));
+  write_row(v.after, x, dtype, static_cast<int>(p));
 }
 
+// The gated y of one head of a token, whose state advances by one. Not inlined, so that it is the same arithmetic in a
+// window of any length.
 template <typename T>
-void mamba3_head(const StepContext<T>& context, const Mamba3Phase& phase, int64_t row, int64_t head, Arena arena) {
-  const int64_t p = phase.head_width, n = phase.state, rank = phase.rank, stride = round_up<T>(static_cast<int>(n));
+[[gnu::noinline]] void mamba3_head(const StepContext<T>& context, const Mamba3Phase& phase, const Token& token,
+                                   int64_t head, Arena arena) {
+  const int64_t p = phase.head_width, n = phase.state, rank = phase.rank, row = token.row;
+  const int64_t stride = round_up<T>(static_cast<int>(n));
   const Mamba3Buffers<T> buffers(arena, phase);
   const T* numbers = context.at(row, phase.numbers + head);
   const T dt = numbers[0], alpha = exp_nonpositive_scalar(numbers[phase.heads]);
   const T gamma = numbers[2 * phase.heads], pending = alpha * numbers[3 * phase.heads];
   const T* x = context.at(row, phase.x + head * p);
-  advance_rotation(context, phase, row, head, dt, buffers);
+  advance_rotation(context, phase, token, head, dt, buffers);
   rotated_rows(context, phase, row, head, 0, stride, buffers, buffers.keys);
   rotated_rows(context, phase, row, head, 1, stride, buffers, buffers.queries);
-  exchange_token(context, phase, row, head, x, stride, buffers);
+  exchange_token(context, phase, token, head, x, stride, buffers);
   for (int64_t r = 0; r < rank; ++r) {
     const T* mimo_x = of_rank(phase, phase.mimo_x, head, r, buffers.row);
     T *now = buffers.values + r * p, *last = buffers.values + (rank + r) * p;
@@ -191,10 +200,11 @@ void mamba3_head(const StepContext<T>& context, const Mamba3Phase& phase, int64_
       last[i] = pending * buffers.before[i] * factor;
     }
   }
-  const int64_t at = (row * phase.heads + head) * p * n;
+  const int64_t at = (token.sequence * phase.heads + head) * p * n;
+  const CachePart part = context.part(phase.cache_state, at, own_dtype<T>(), token, buffers.aside_state);
   HeadState<T> state;
-  state.before = reinterpret_cast<const T*>(context.before(phase.cache_state, at, own_dtype<T>()));
-  state.after = reinterpret_cast<T*>(context.after(phase.cache_state, at, own_dtype<T>()));
+  state.before = reinterpret_cast<const T*>(part.before);
+  state.after = reinterpret_cast<T*>(part.after);
   state.p = p, state.n = n, state.stride = stride;
   state.decay = alpha;
   state.values = buffers.values, state.keys = buffers.keys, state.queries = buffers.queries;
@@ -210,8 +220,10 @@ void mamba3_head(const StepContext<T>& context, const Mamba3Phase& phase, int64_
 
 template <typename T>
 void run_phase(Kind<kMamba3Heads>, const StepContext<T>& context, const Mamba3Phase& phase) {
-  context.parallel_for(context.args.batch * phase.heads, [&](int64_t task) {
-    mamba3_head(context, phase, task / phase.heads, task % phase.heads, Arena(context.scratch));
+  context.parallel_for(context.sequences() * phase.heads, [&](int64_t task) {
+    context.for_tokens(task / phase.heads, [&](const Token& token) {
+      mamba3_head(context, phase, token, task % phase.heads, Arena(context.scratch));
+    });
   });
 }
 
