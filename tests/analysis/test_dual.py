@@ -4,7 +4,7 @@ import torch
 from anymamba import Mamba2, SsdPath
 from anymamba.analysis import dual_matrix, flatten_ranks, initial_state_term, recurrence, unflatten_ranks, values
 from anymamba.blocks.base import Block
-from tests.blocks.families import ALGORITHMS, OPTIONS, PATHWAYS, make_block, random_cache
+from tests.blocks.families import ALGORITHMS, PATHWAYS, WITH_SCAN, make_block, random_cache
 from tests.support import FLOOR, assert_near
 
 
@@ -16,7 +16,7 @@ def through_the_matrix(block, x, cache=None):
 
 
 @pytest.mark.parametrize("t", [1, 2, 13])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", WITH_SCAN)
 def test_the_matrix_in_place_of_the_scan_gives_the_blocks_output_by_every_path(options, t):
     torch.manual_seed(0)
     block, x = make_block(options), torch.randn(2, t, 16, dtype=torch.float64)
@@ -27,7 +27,7 @@ def test_the_matrix_in_place_of_the_scan_gives_the_blocks_output_by_every_path(o
             assert_near(y, expected, FLOOR[torch.float64], f"{algorithm} {pathway}")
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", WITH_SCAN)
 def test_a_sequence_continues_from_a_cache(options):
     torch.manual_seed(1)
     block, x = make_block(options), torch.randn(2, 7, 16, dtype=torch.float64)

@@ -17,13 +17,13 @@ from anymamba.analysis import (
     unflatten_ranks,
     values,
 )
-from tests.blocks.families import FEW, make_block, random_cache
+from tests.blocks.families import FEW_WITH_SCAN, make_block, random_cache
 from tests.support import FLOOR, assert_near
 
 EXACT = FLOOR[torch.float64]
 
 
-@pytest.fixture(params=FEW)
+@pytest.fixture(params=FEW_WITH_SCAN)
 def block(request):
     torch.manual_seed(0)
     return make_block(request.param)

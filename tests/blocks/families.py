@@ -69,6 +69,8 @@ FEW = {
         "attention window",
     )
 }
+# Those with a scan: attention has no recurrence, and keeps the lengths of its cache on the CPU.
+WITH_SCAN, FEW_WITH_SCAN = ([name for name in names if OPTIONS[name][0] is not Attention] for names in (OPTIONS, FEW))
 PATHWAYS = {Mamba1: ["single"], Mamba2: ["single"], Mamba3: ["single", "double"], Attention: ["single"]}
 ALGORITHMS = {
     Mamba1: [name for name in cases.ALGORITHMS if name not in ("minimal", "serial")],

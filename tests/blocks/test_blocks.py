@@ -12,8 +12,10 @@ from tests.blocks.families import (
     ALGORITHMS,
     FEW,
     FEW_BY_ALGORITHM,
+    FEW_WITH_SCAN,
     OPTIONS,
     PATHWAYS,
+    WITH_SCAN,
     make_block,
     random_cache,
     results,
@@ -233,7 +235,7 @@ def test_autocast_trains_and_streams(options):
     assert all(torch.isfinite(p.grad).all() for p in block.parameters())
 
 
-@pytest.mark.parametrize("options", [name for name, (family, _) in OPTIONS.items() if family is not Attention])
+@pytest.mark.parametrize("options", WITH_SCAN)
 def test_the_state_does_not_follow_autocast(options):
     block = make_block(options, torch.float32)
     cache, x = random_cache(block, 2), torch.randn(2, 16)
@@ -345,7 +347,7 @@ def test_a_projections_parts_are_where_it_is_cut(options):
     assert [name for name in rows if name not in ("z0", "x0")][:5] == ["z", "x", "B", "C", "dt"]
 
 
-@pytest.mark.parametrize("options", [name for name, (family, _) in FEW.items() if family is not Attention])
+@pytest.mark.parametrize("options", FEW_WITH_SCAN)
 def test_functional_gradients_are_rejected_by_name(options):
     block = make_block(options, torch.float32)
     with pytest.raises(NotImplementedError, match=r"has no torch.func.grad; use torch.autograd.grad"):

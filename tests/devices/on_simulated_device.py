@@ -10,9 +10,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from anymamba import Attention, SsdPath
+from anymamba import SsdPath
 from anymamba.scan import scan, selective_scan
-from tests.blocks.families import FEW, OPTIONS, make_block, random_cache, tensors_of, unroll
+from tests.blocks.families import FEW_WITH_SCAN, WITH_SCAN, make_block, random_cache, tensors_of, unroll
 from tests.devices.simulated_device import DEVICE, forbid_synchronization
 from tests.models.cases import FAMILIES, small_lm
 from tests.models.test_new_family import Leaky
@@ -20,8 +20,6 @@ from tests.scan.cases import make_inputs
 from tests.support import FLOOR, assert_all_near, assert_near
 
 FLOAT64 = FLOOR[torch.float64]
-# Attention keeps the lengths of its cache on the host, and copies them.
-ALL_OPTIONS, FEW_OPTIONS = ([name for name in names if OPTIONS[name][0] is not Attention] for names in (OPTIONS, FEW))
 
 
 def on_device(x):
@@ -69,7 +67,7 @@ def run_with_gradients(block, x, cache, call):
 
 @pytest.mark.parametrize(
     ("options", "run"),
-    [*((name, "prefill") for name in ALL_OPTIONS), *itertools.product(FEW_OPTIONS, ["step", "padded"])],
+    [*((name, "prefill") for name in WITH_SCAN), *itertools.product(FEW_WITH_SCAN, ["step", "padded"])],
 )
 def test_a_block_computes_the_same_without_making_the_host_wait(options, run):
     block = make_block(options)

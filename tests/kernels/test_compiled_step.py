@@ -17,7 +17,7 @@ from anymamba.kernels.compiled_step import CompiledStep, StepSource
 from anymamba.kernels.cpu import bindings
 from anymamba.kernels.cpu.step_compiler import MAX_ROWS, CpuStep
 from anymamba.kernels.step_description import OUTPUT
-from tests.blocks.families import OPTIONS, make_block, random_cache
+from tests.blocks.families import WITH_SCAN, make_block, random_cache
 from tests.support import FLOOR, assert_near, in_another_process
 
 pytestmark = pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
@@ -89,7 +89,7 @@ def compare(actual, expected, dtype):
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", [name for name in OPTIONS if name != "mamba3 fixed rotation"])
+@pytest.mark.parametrize("options", [name for name in WITH_SCAN if name != "mamba3 fixed rotation"])
 def test_a_compiled_steps_as_the_modules_do(options, dtype):
     block = make_block(options, dtype)
     tokens, cache = torch.randn(5, 3, 16, dtype=dtype), random_cache(block, 3).detach()
