@@ -6,6 +6,7 @@ Reading order:
 - `weight_files.py`: safetensors, pickle and GGUF files, every tensor straight from the file in the requested dtype;
 - `empty_model.py`: a model without values, and the tensors that a config asks for;
 - `open.py`: what a directory, file or hub id holds, checked before anything is read;
+- `known.py`: published checkpoints, and what their files leave out;
 - `load.py` and `save.py`: from a checkpoint to a model, and back; `hub.py`: files of the hub.
 
 One weight, from file to model: `open_checkpoint` finds the format that recognizes config.json and reads the config,

@@ -16,6 +16,7 @@ from anymamba.checkpoints.open import open_checkpoint, resolve_source
 from anymamba.checkpoints.save import check_no_other_format, copy_companions, save_model
 from anymamba.cli.common import DTYPES, add_eos_token_id, report_activation
 from anymamba.generation.tokenizers import Tokenizer, load_tokenizer
+from anymamba.models.config import is_ambiguous
 from anymamba.models.lm import MambaLM
 from anymamba.quantization.quantize import weight_format
 
@@ -37,7 +38,8 @@ def run_convert(args: argparse.Namespace) -> None:
     dtype = DTYPES.get(args.dtype)
     model = load_model(source, dtype=dtype, mapped=True, weights=args.weights, ssm_cfg=dict(args.block))
     warn_of_non_finite(source, model.state_dict())
-    report_activation(model, _load_tokenizer(model, source))
+    if is_ambiguous(model.config):
+        report_activation(model, _load_tokenizer(model, source))
     if args.format == "transformers":
         add_eos_token_id(model, source)
     # 3) Write it, and move the files. The config goes last: a directory with a config is complete.

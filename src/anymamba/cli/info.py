@@ -13,6 +13,7 @@ import torch
 
 from anymamba.analysis.report_data import render_page, report_data
 from anymamba.checkpoints.empty_model import empty_model, parameter_count
+from anymamba.checkpoints.known import find_known_checkpoint
 from anymamba.checkpoints.load import resolve_weight_format
 from anymamba.checkpoints.open import describe_non_finite_tensors, open_checkpoint
 from anymamba.checkpoints.weight_files import describe_non_finite
@@ -211,6 +212,7 @@ def _describe_model(args: argparse.Namespace) -> list[tuple[str, str]]:
     weights = sum(p.nbytes for p in model.parameters())
     state = model.init_cache(1).nbytes
     working = _working_bytes(model)
+    known = find_known_checkpoint(config)
     stored = checkpoint.weights or checkpoint.dtype
     in_memory = f"in {weight_format}, computing in {model.dtype}" if weight_format else f"in {model.dtype}"
     padding = config.padded_vocab_size - config.vocab_size
@@ -218,6 +220,7 @@ def _describe_model(args: argparse.Namespace) -> list[tuple[str, str]]:
         ("model", f"{stack.layer}, {checkpoint.format.name} format, in {checkpoint.directory}"),
         *_describe_stack(stack),
         *([("activation", "not given in the config: heavy_tail or softplus")] if is_ambiguous(config) else []),
+        *([("sizes of", f"{known.name}, with the tokenizer of {known.tokenizer}")] if known else []),
         ("vocabulary", f"{config.vocab_size:,}" + (f" (+ {padding} of padding)" if padding else "")),
         ("head", "tied to the embedding" if config.tie_embeddings else "untied"),
         ("parameters", f"{parameters:,}"),

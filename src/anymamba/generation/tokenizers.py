@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import reprlib
+import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from anymamba.checkpoints.formats import gguf
 from anymamba.checkpoints.hub import fetch, is_repository_id
+from anymamba.checkpoints.known import find_known_checkpoint, suggest_tokenizer
+from anymamba.checkpoints.open import read_config
 from anymamba.checkpoints.save import COMPANION_FILES
 from anymamba.core.io import read_json, write_json
 from anymamba.generation.tokenizer_limits import check_growth, max_bytes_per_token
@@ -219,8 +222,8 @@ def load_tokenizer(
     """Load a tokenizer by name, or the one of a model.
 
     Args:
-        name: "bytes", a tokenizer.json, a directory with one, or a hub id; None for the one next to the weights, or the
-            byte tokenizer for a vocabulary of 256.
+        name: "bytes", a tokenizer.json, a directory with one, or a hub id; None for the one next to the weights, the
+            byte tokenizer for a vocabulary of 256, or that of a published model (`anymamba.checkpoints.known`).
         directory: Directory of the model, or its GGUF file, for a name of None.
         vocab_size: Number of rows of the model's embedding, to check that the tokenizer belongs to it.
 
@@ -245,14 +248,34 @@ def load_tokenizer(
     elif vocab_size == 256:
         tokenizer = ByteTokenizer()
     else:
-        raise ValueError(
-            f"{directory}: no tokenizer.json next to the weights; pass one with --tokenizer, "
-            '"bytes" for a model of bytes, or the hub id of a repository that has it'
-        )
+        assert directory is not None
+        tokenizer = _load_known_tokenizer(Path(directory))
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"the tokenizer does not belong to the model: it has {tokenizer.vocab_size} tokens, the model {vocab_size}"
         )
+    return tokenizer
+
+
+def _load_known_tokenizer(directory: Path) -> FileTokenizer:
+    """Fetch the tokenizer of a published model, with a warning; raise `ValueError` with what to pass for any other."""
+    problem = f"{directory}: no tokenizer.json next to the weights"
+    instead = 'pass one with --tokenizer, "bytes" for a model of bytes, or the hub id of a repository that has it'
+    config = None
+    with suppress(ValueError):  # not a language model
+        config = read_config(directory)
+    if config is None or (known := find_known_checkpoint(config)) is None:
+        suggestion = None if config is None else suggest_tokenizer(config)
+        hint = f"; the vocabulary has the size of {suggestion}'s" if suggestion else ""
+        raise ValueError(f"{problem}; {instead}{hint}")
+    try:
+        tokenizer = FileTokenizer(_find_file(known.tokenizer))
+    except ValueError as error:
+        raise ValueError(
+            f"{problem}. {known.name} was trained with the tokenizer of {known.tokenizer}, which could not be read "
+            f"({error}): pass its tokenizer.json, or the hub id of a copy, with --tokenizer"
+        ) from error
+    warnings.warn(f"{problem}: using that of {known.tokenizer}, as for {known.name}", stacklevel=3)
     return tokenizer
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from anymamba.checkpoints.open import open_checkpoint
 from anymamba.core.dtypes import parse_device
 from anymamba.core.io import read_json, run_lock
-from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
+from anymamba.generation.tokenizers import FileTokenizer, load_tokenizer
 from anymamba.models.config import warn_if_ambiguous
 from anymamba.training.checkpoint.manifest import list_checkpoints, make_directory, remove_temporary_files
 from anymamba.training.checkpoint.resume import check_no_run, reopen
@@ -220,8 +220,7 @@ def resolve_config(config: TrainingConfig) -> TrainingConfig:
         warn_if_ambiguous(config.model.init, source.config, hint)
         config.model.check_matches(source.config)
         tokenizer = load_tokenizer(name, source.directory, source.config.padded_vocab_size)
-        is_bytes = isinstance(tokenizer, ByteTokenizer)
-        name = name or ("bytes" if is_bytes else str(source.directory / "tokenizer.json"))
+        name = name or (str(tokenizer.path) if isinstance(tokenizer, FileTokenizer) else "bytes")
     # 2) The tokenizer: bytes, a file, or one that will be trained on the text.
     if bpe_size is not None:
         return config

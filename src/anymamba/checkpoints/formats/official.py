@@ -2,7 +2,8 @@
 
 config.json has the fields of `MambaConfig`; the weights are model.safetensors (a tied head is left out) or
 pytorch_model.bin. The official Mamba-3 takes any further option and ignores it, so such entries of `ssm_cfg` are stored
-separately and written back; and its file may not name the activation of A (`anymamba.models.config`).
+separately and written back; and its file may not name the activation of A (`anymamba.models.config`), which is known
+for published models (`anymamba.checkpoints.known`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ import torch
 from anymamba.blocks.block_config import ignored_options
 from anymamba.blocks.mamba3 import Mamba3Config
 from anymamba.checkpoints.formats.base import check_plain_stack, read_float
-from anymamba.models.config import ACTIVATION_FIELD, AMBIGUOUS_ACTIVATION, MambaLMConfig
+from anymamba.checkpoints.known import find_known_checkpoint
+from anymamba.models.config import (
+    ACTIVATION_FIELD,
+    AMBIGUOUS_ACTIVATION,
+    MambaLMConfig,
+    is_ambiguous,
+    with_block_options,
+)
 
 _UNKNOWN = "unknown_ssm_cfg"  # where unknown entries of `ssm_cfg` are kept
 _OUR_TYPE = "anymamba_lm"
@@ -40,7 +48,10 @@ class OfficialFormat:
             raw = {**raw, "ssm_cfg": {**ssm_cfg, "dt_limit": [read_float(x) for x in ssm_cfg["dt_limit"]]}}
         if isinstance(ssm_cfg, dict) and ssm_cfg.get("layer") == "Mamba3":
             raw = _read_mamba3(raw)
-        return MambaLMConfig.from_dict(raw)
+        config = MambaLMConfig.from_dict(raw)
+        if is_ambiguous(config) and (known := find_known_checkpoint(config)) is not None:
+            config = with_block_options(config, {ACTIVATION_FIELD: known.activation})
+        return config
 
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
         """Return all fields, without those of `extra` that other formats own: the official reader accepts no others."""
