@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-kills test-transformers test-versions test-triton test-triton-quick compile-triton test-published release asan tsan fuzz soak lint format bench figures site clean
+.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-kills test-transformers test-versions test-triton test-triton-quick compile-triton test-published test-harness release asan tsan fuzz soak lint format bench figures site clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard $(addprefix src/anymamba/kernels/cpu/csrc/,*.h *.cpp */*.h)) src/anymamba/kernels/cpu/schema.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -89,6 +89,16 @@ test-transformers: $(VENV)/.installed
 	  $$environment/bin/python -m pytest tests/compat/test_install.py; \
 	  $$environment/bin/python -m pytest tests/integrations tests/tracing/test_transformers.py; \
 	done
+
+# The model type of lm-evaluation-harness, against the harness' own type for transformers. The harness brings 400 MB of
+# packages, so it has an environment of its own, which shares the others.
+HARNESS := build/lm-eval
+test-harness: $(VENV)/.installed
+	$(BIN)/python -m venv --clear $(HARNESS)
+	$(HARNESS)/bin/pip install --quiet 'lm-eval>=0.4.9'
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" \
+	  > "$$($(HARNESS)/bin/python -c '$(SITE)')/shared.pth"
+	$(HARNESS)/bin/python -m pytest tests/integrations/test_harness.py
 
 # Other Pythons and versions of torch than the pinned ones, each in an environment of its own. torch's builds on the
 # package index bring CUDA's libraries: about 6 GB each. PYTHONS names interpreters, each with a version of torch.

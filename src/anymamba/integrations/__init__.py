@@ -1,1 +1,5 @@
-"""Integrations with other libraries: so far `transformers/`, whose Mamba models run on this library's operators."""
+"""Integrations with other libraries.
+
+- `transformers/`: its Mamba models run on this library's operators;
+- `harness.py`: the model type `anymamba` of lm-evaluation-harness.
+"""
