@@ -52,7 +52,7 @@ def test_the_names_that_options_list_are_those_of_the_library():
         ),
         (
             ["convert", "a", "b", "--format", "hf"],
-            "expected one of official, transformers, codestral, anymamba, got 'hf'",
+            "expected one of official, transformers, bamba, granitemoehybrid, codestral, anymamba, got 'hf'",
         ),
         (["generate", "m", "--top-k", "two"], "argument --top-k: expected an integer, got 'two'"),
         (["generate", "m", "--temperatur=0.8", "--toplevel", "x"], "--toplevel: no such option; anymamba generate"),

@@ -241,8 +241,8 @@ class Block(nn.Module):
         """Return the parts of each fused projection, from its first row to its last, by the projection's name."""
         return {}
 
-    def describe_step(self, builder: StepBuilder, x: int, *, to: int, add: bool = False) -> None:
-        """Describe `step` from slot `x` (b, d) to slot `to` (b, d), or add its result to what is in that slot.
+    def describe_step(self, builder: StepBuilder, x: int, *, to: int, add: bool = False, factor: float = 1.0) -> None:
+        """Describe `step` from slot `x` (b, d), times `factor`, to slot `to` (b, d), or add its result to that slot.
 
         Raises:
             NotCoveredError: The family has no compiled step, or the block was modified.
@@ -252,7 +252,7 @@ class Block(nn.Module):
         width = sum(part.rows for part in self.projection_parts()["in_proj"])
         projected = builder.linear(x, self, "in_proj", self.d_model, width)
         inner = self.describe_core(builder, projected)
-        builder.linear(inner, self, "out_proj", self.d_inner, self.d_model, to=to, add=add)
+        builder.linear(inner, self, "out_proj", self.d_inner, self.d_model, to=to, add=add, factor=factor)
 
     def describe_core(self, builder: StepBuilder, projected: int) -> int:
         """Describe the computation between the projections, from slot `projected`; return the slot of its result."""

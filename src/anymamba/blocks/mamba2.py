@@ -64,6 +64,7 @@ class Mamba2Config(BlockConfig):
     conv_bias: bool = True
     chunk_size: int | None = None  # L, for paths that carry no chunk length; None: SsdPath.optimal_chunk_len
     learnable_init_states: bool = False  # a parameter is the state of an empty cache
+    norm_eps: int | float = 1e-5  # of the norm before out_proj
 
     def __post_init__(self) -> None:
         """Reject combinations that cannot work."""
@@ -71,6 +72,8 @@ class Mamba2Config(BlockConfig):
         if not 0 < self.ssm_width <= self.d_inner:
             raise ValueError(f"Mamba2Config: d_ssm must be between 1 and d_inner = {self.d_inner}, got {self.d_ssm}")
         self.check_heads(self.ssm_width)
+        if self.norm_eps <= 0:
+            raise ValueError(f"Mamba2Config: norm_eps must be positive, got {self.norm_eps}")
         if not 0 < self.A_init_range[0] <= self.A_init_range[1]:
             raise ValueError(f"Mamba2Config: A_init_range must satisfy 0 < low <= high, got {self.A_init_range}")
 
@@ -160,7 +163,11 @@ class Mamba2(Block):
         skip_dtype = state_dtype(dtype or torch.get_default_dtype())
         self.D = nn.Parameter(torch.ones(width if c.D_has_hdim else heads, device=device, dtype=skip_dtype))
         if c.rmsnorm:
-            norm: dict[str, Any] = {"group_size": width // c.ngroups, "norm_before_gate": c.norm_before_gate}
+            norm: dict[str, Any] = {
+                "group_size": width // c.ngroups,
+                "norm_before_gate": c.norm_before_gate,
+                "eps": c.norm_eps,
+            }
             self.norm = GatedRMSNorm(width, **norm, **factory)
         self.out_proj = nn.Linear(c.d_inner, c.d_model, bias=c.bias, **factory)
         if c.learnable_init_states:

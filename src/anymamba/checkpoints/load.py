@@ -103,7 +103,12 @@ def warn_of_non_finite(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _warn_of_downcasts(checkpoint: Checkpoint, dtypes: dict[str, torch.dtype]) -> None:
     """Warn of weights that lose digits because they are read in the embedding's dtype."""
-    stored = {name: entry[2].dtype for name, entry in checkpoint.tensors.items()}
+    stored = {
+        name: checkpoint.tensors[part][2].dtype
+        for name in dtypes
+        for part in checkpoint.parts_of(name)
+        if part in checkpoint.tensors
+    }
     downcast = [name for name, dtype in stored.items() if torch.promote_types(dtype, dtypes[name]) != dtypes[name]]
     if downcast:
         names = describe_mismatch({"stored with more digits": downcast})

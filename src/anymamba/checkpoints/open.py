@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anymamba.checkpoints.empty_model import ExpectedTensor, SkipInitialization, expected_tensors
 from anymamba.checkpoints.formats import FORMATS, AnymambaFormat, Format, gguf
-from anymamba.checkpoints.formats.base import StoredTensor
+from anymamba.checkpoints.formats.base import StoredTensor, part_name
 from anymamba.checkpoints.hub import fetch, is_repository_id
 from anymamba.checkpoints.weight_files import (
     FLOAT_DTYPES,
@@ -40,6 +40,11 @@ _INSTEAD_OF_HUB = "a directory that holds config.json and the weights"
 
 # A tensor in a file: the file, its name there, and its shape and dtype.
 Entry = tuple[Path, str, StoredTensor]
+_IN_PARTS: Entry = (
+    Path(),
+    "",
+    StoredTensor((), torch.float32),
+)  # in place of one for a tensor that is not stored whole
 _SequenceModel = TypeVar("_SequenceModel", bound=SequenceModel)
 
 
@@ -51,7 +56,8 @@ class Checkpoint(NamedTuple):
         format: Adapter that reads it.
         config: Config of the model: a `MambaLMConfig`, or a `SequenceConfig`.
         files: Files of the weights.
-        tensors: Each tensor by our name: its file, its name there, and its shape and dtype.
+        tensors: Each tensor by our name, or each part of one that is stored in parts: its file, its name there, and its
+            shape and dtype.
         weights: Format of quantized weights; None for plain ones.
         activation_dtype: Dtype of the activations that the config of quantized weights names.
     """
@@ -63,6 +69,10 @@ class Checkpoint(NamedTuple):
     tensors: dict[str, Entry]
     weights: WeightFormat | None = None
     activation_dtype: str | None = None
+
+    def parts_of(self, name: str) -> list[str]:
+        """Return the names in `tensors` of the parts of a tensor, or its own if it is stored as one."""
+        return [name] if name in self.tensors else [part for part in self.tensors if part.startswith(f"{name}[")]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,6 +109,7 @@ def open_checkpoint(source: str | os.PathLike[str], ssm_cfg: dict[str, Any] | No
     # 3) The tensors that the config asks for, matched one to one.
     with _name_errors(f"{directory}: the weights do not fit the config", ValueError):
         expected = expected_tensors(config, _limit_size(config.n_layer, entries), weights)
+        expected = split_expected(adapter, config, expected)
         tensors = match_tensors(adapter, expected, entries, is_tied=config.tie_embeddings)
     return Checkpoint(directory, adapter, config, files, tensors, weights, activation_dtype)
 
@@ -167,6 +178,19 @@ def resolve_source(source: str | os.PathLike[str]) -> Path:
     raise ValueError(f"{name}: the repository has no weights in one of {', '.join(adapter.weight_files)}")
 
 
+def split_expected(
+    adapter: Format, config: MambaLMConfig, expected: dict[str, ExpectedTensor]
+) -> dict[str, ExpectedTensor]:
+    """Return the expected tensors with those that a format stores in parts replaced by their parts, in their order."""
+    split: dict[str, ExpectedTensor] = {}
+    for name, (shape, dtype) in expected.items():
+        parts = adapter.stored_parts(config, name, shape[0])
+        split |= {part_name(name, part): ExpectedTensor((rows, *shape[1:]), dtype) for part, rows in parts.items()}
+        if not parts:
+            split[name] = ExpectedTensor(shape, dtype)
+    return split
+
+
 def match_tensors(
     adapter: Format, expected: dict[str, ExpectedTensor], entries: Iterable[Entry], *, is_tied: bool
 ) -> dict[str, Entry]:
@@ -201,7 +225,7 @@ def match_tensors(
     }
     if problems := describe_mismatch(names_by_problem):
         raise ValueError(problems)
-    return tensors
+    return {name: tensors[name] for name in expected if name in tensors}
 
 
 def iter_tensors(
@@ -220,7 +244,7 @@ def iter_tensors(
     for path in checkpoint.files:
         with open_weight_file(path) as file:
             for name, dtype in dtypes.items():
-                stored_in, key, (shape, _) = checkpoint.tensors[name]
+                stored_in, key, (shape, _) = checkpoint.tensors.get(name, _IN_PARTS)
                 if stored_in != path:
                     continue
                 if (format := to_quantize.get(name)) is not None:
@@ -228,6 +252,18 @@ def iter_tensors(
                     yield from quantize_weight(name, chunks, shape, format, device).items()
                 else:
                     yield name, file.read(key, dtype, device, mapped=mapped)
+    in_parts = {name: dtype for name, dtype in dtypes.items() if name not in checkpoint.tensors}
+    with ExitStack() as stack:
+        files: dict[Path, Any] = {}
+        for path in checkpoint.files if in_parts else ():
+            files[path] = stack.enter_context(open_weight_file(path))
+        for name, dtype in in_parts.items():
+            entries = [checkpoint.tensors[part] for part in checkpoint.parts_of(name)]
+            x = torch.cat([files[path].read(key, dtype, device, mapped=mapped) for path, key, _ in entries])
+            if (format := to_quantize.get(name)) is not None:
+                yield from quantize_weight(name, x.split(rows_at_once(x.shape[1])), x.shape, format, device).items()
+            else:
+                yield name, x
 
 
 def describe_non_finite_tensors(checkpoint: Checkpoint) -> str:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from anymamba.checkpoints.empty_model import expected_tensors
 from anymamba.checkpoints.formats import FORMATS, Format, default_format, get_format, gguf
-from anymamba.checkpoints.formats.base import StoredTensor
+from anymamba.checkpoints.formats.base import StoredTensor, part_name
 from anymamba.checkpoints.hub import is_repository_id, upload
-from anymamba.checkpoints.open import match_tensors
+from anymamba.checkpoints.open import match_tensors, split_expected
 from anymamba.core.io import atomic_write, write_json, write_tensors
 from anymamba.models.backbone import EMBEDDING, HEAD, has_another_head
+from anymamba.models.config import MambaLMConfig
 from anymamba.models.lm import MambaLM
 from anymamba.models.sequence.sequence_model import SequenceModel
 from anymamba.quantization.quantize import quantization_config, scales_name, weight_format
@@ -142,7 +143,10 @@ def _raw_config(model: MambaLM, adapter: Format) -> dict[str, Any]:
 
 
 def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
-    """Return the tensors of a model's checkpoint by our names; raise `ValueError` if they do not fit its config."""
+    """Return the tensors of a model's checkpoint by our names, or those of their parts.
+
+    Raise `ValueError` if they do not fit the model's config.
+    """
     state, weights = model.state_dict(), weight_format(model)
     # 1) Quantized weights, if the format can name them.
     if weights is not None and adapter.name not in _QUANTIZED_FORMATS:
@@ -165,8 +169,9 @@ def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
         del state[HEAD]
         state.pop(scales_name(HEAD), None)
     # 3) What is written must load again.
+    state = _split_parts(state, adapter, model.config)
     entries = [(Path(), adapter.foreign_key(name), StoredTensor(tuple(x.shape), x.dtype)) for name, x in state.items()]
-    expected = expected_tensors(model.config, None, weights)
+    expected = split_expected(adapter, model.config, expected_tensors(model.config, None, weights))
     try:
         match_tensors(adapter, expected, entries, is_tied=model.config.tie_embeddings)
     except ValueError as error:
@@ -175,3 +180,16 @@ def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
             "and parametrizations into the weights, and give a resized model a config that says so"
         ) from error
     return state
+
+
+def _split_parts(state: dict[str, Tensor], adapter: Format, config: MambaLMConfig) -> dict[str, Tensor]:
+    """Return the tensors with those that a format stores in parts replaced by their parts."""
+    split: dict[str, Tensor] = {}
+    for name, x in state.items():
+        parts = adapter.stored_parts(config, name, x.shape[0]) if x.ndim else {}
+        if parts and min(parts.values()) > 0:  # otherwise the shape is wrong, which the caller reports
+            names = (part_name(name, part) for part in parts)
+            split |= dict(zip(names, x.split(list(parts.values())), strict=True))
+        else:
+            split[name] = x
+    return split

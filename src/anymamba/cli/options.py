@@ -16,7 +16,9 @@ from anymamba.training.config.tabular_config import KINDS, TabularConfig
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 WEIGHTS = ("bfloat16", "float16", "int8", "int4")  # keys of `anymamba.core.weight_formats.FORMAT_SPECS`, without torch
-FORMATS = ("official", "transformers", "codestral", "anymamba")  # those of `checkpoints.formats` that can be written
+FORMATS = (  # those of `checkpoints.formats` that can be written
+    *("official", "transformers", "bamba", "granitemoehybrid", "codestral", "anymamba"),
+)
 
 
 def choice_of(names: Sequence[str]) -> dict[str, Any]:

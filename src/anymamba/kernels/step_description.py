@@ -294,17 +294,22 @@ class StepBuilder:
         to: int | None = None,
         add: bool = False,
         kind: type[nn.Linear] = nn.Linear,
+        factor: float = 1.0,
     ) -> int:
         """Apply a submodule, a projection from `width` to `out` channels, to slot `x`; return the slot of the result.
 
         The result replaces what is in slot `to` (a new one by default) or `OUTPUT`, or is added to it. The projection
-        must be a `kind`, unless it is quantized.
+        must be a `kind`, unless it is quantized. A `factor` multiplies the result, by scaling slot `x` in place.
         """
         if isinstance(quantized := owner._modules.get(name), QuantizedWeight):
             fields = self._quantized_weight(owner, name, type(quantized), out, width)
         else:
             fields = self.dense_weight(self.submodule(owner, name, kind), out, width, name)
         to = self.slot(out) if to is None else to
+        if factor != 1:
+            if fields["bias"] is not None:
+                self.reject(f"{name} has a bias, and its result is multiplied by {factor}")
+            self.scale(x, width, factor=factor, to=x)
         self.matmul(x, width, out, fields, to=to, add=add)
         return to
 

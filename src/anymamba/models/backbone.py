@@ -91,6 +91,8 @@ class Backbone(Stack):
             builder.reject("gated residual streams have no compiled step")
         if self.training and c.dropout:
             builder.reject("dropout has no compiled step: model.eval() switches it off")
+        if c.input_multiplier != 1:
+            builder.scale(0, builder.input_width, factor=c.input_multiplier, to=0)
         layers = builder.submodule(self, "layers", nn.ModuleList)
         names = list(layers._modules)
         for v, index in enumerate(self._layer_of_pass):
@@ -99,7 +101,10 @@ class Backbone(Stack):
 
     def describe_norm(self, builder: StepBuilder) -> int:
         """Describe the last norm; return the slot of its result."""
-        return builder.norm(0, builder.submodule(self, "norm_f", RMSNorm), builder.input_width)
+        width = builder.input_width
+        y = builder.norm(0, builder.submodule(self, "norm_f", RMSNorm), width)
+        factor = self.config.output_multiplier
+        return y if factor == 1 else builder.scale(y, width, factor=factor, to=y)
 
 
 def embed_ids(where: str, embedding: nn.Embedding | QuantizedEmbedding, input_ids: Any) -> Tensor:

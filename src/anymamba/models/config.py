@@ -94,11 +94,11 @@ class MambaLMConfig:
 
     @property
     def mlp_width(self) -> int:
-        """F, `d_intermediate` rounded up to a multiple of 128; 0 without an MLP."""
-        return -(-self.d_intermediate // 128) * 128
+        """F, the width of the MLPs; 0 without any."""
+        return self.stack_config().mlp_width
 
     def block_config(self) -> Any:
-        """Return the config of every block."""
+        """Return the config of every block that is not attention."""
         return make_block_config("MambaLMConfig", self.ssm_cfg, self.d_model)
 
     def attention_config(self) -> Any:

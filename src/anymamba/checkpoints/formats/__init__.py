@@ -14,13 +14,23 @@ from anymamba.checkpoints.formats.base import Format as Format
 from anymamba.checkpoints.formats.codestral import CodestralFormat
 from anymamba.checkpoints.formats.fla import FlaFormat
 from anymamba.checkpoints.formats.hf import TransformersFormat
+from anymamba.checkpoints.formats.hybrids import BambaFormat, GraniteFormat
 from anymamba.checkpoints.formats.official import AnymambaFormat as AnymambaFormat
 from anymamba.checkpoints.formats.official import OfficialFormat
 from anymamba.models.config import MambaLMConfig
 
 # In the order in which they are tried on a directory.
 FORMATS: dict[str, Format] = {
-    f.name: f for f in (FlaFormat(), TransformersFormat(), OfficialFormat(), CodestralFormat(), AnymambaFormat())
+    f.name: f
+    for f in (
+        FlaFormat(),
+        BambaFormat(),
+        GraniteFormat(),
+        TransformersFormat(),
+        OfficialFormat(),
+        CodestralFormat(),
+        AnymambaFormat(),
+    )
 }
 READ_ONLY = frozenset({"fla"})  # formats that cannot be written
 

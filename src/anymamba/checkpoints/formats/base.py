@@ -49,6 +49,18 @@ class Format(Protocol):
     def foreign_key(self, key: str) -> str:
         """Return the name of a tensor in this format."""
 
+    def stored_parts(self, config: MambaLMConfig, name: str, rows: int) -> dict[str, int]:
+        """Return the rows of each part of one of our tensors that is stored as several; empty if it is stored as one.
+
+        A part is named as `part_name` says, in `our_key` and `foreign_key` too.
+        """
+        return {}
+
+
+def part_name(name: str, part: str) -> str:
+    """Return the name of a part of a tensor: `mixer.in_proj.weight[q]`."""
+    return f"{name}[{part}]"
+
 
 def read_float(value: Any) -> Any:
     """Return a number as JSON files spell it: infinity may be `{"__float__": "Infinity"}` or `"Infinity"`."""

@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from anymamba.checkpoints.formats.base import check_fixed_fields
+from anymamba.checkpoints.formats.base import Format, check_fixed_fields
 from anymamba.models.config import INITIALIZATION_FIELDS, MambaLMConfig
 
 _SAME = ("vocab_size", "rms_norm", "residual_in_fp32", "fused_add_norm", "pad_vocab_size_multiple", "tie_embeddings")
 _PREFIX = "model."
 
 
-class CodestralFormat:
+class CodestralFormat(Format):
     """The format with params.json and its fields `dim`, `n_layers` and `n_groups`."""
 
     name: ClassVar[str] = "codestral"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from anymamba.checkpoints.formats import gguf_tokenizer
-from anymamba.checkpoints.formats.base import StoredTensor
+from anymamba.checkpoints.formats.base import Format, StoredTensor
 from anymamba.checkpoints.formats.gguf_header import check_header
 from anymamba.core.io import check_size
 from anymamba.models.config import MambaLMConfig
@@ -48,7 +48,7 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == SUFFIX and path.is_file()
 
 
-class GgufFormat:
+class GgufFormat(Format):
     """The format of a single file with config, weights and tokenizer."""
 
     name: ClassVar[str] = "gguf"

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from anymamba.checkpoints.formats.base import check_fixed_fields, read_float
+from anymamba.checkpoints.formats.base import Format, check_fixed_fields, read_float
 from anymamba.models.config import MambaLMConfig
 
 # Name in transformers, our name, and the default in transformers.
@@ -89,6 +89,7 @@ _KINDS = {
             "rmsnorm": True,
             "norm_before_gate": False,
             "learnable_init_states": False,
+            "norm_eps": 1e-5,
         },
     ),
 }
@@ -102,7 +103,7 @@ def _warn_of_groups(groups: int) -> None:
     )
 
 
-class TransformersFormat:
+class TransformersFormat(Format):
     """The format of `MambaForCausalLM`, `Mamba2ForCausalLM` and `FalconMambaForCausalLM`."""
 
     name: ClassVar[str] = "transformers"
@@ -116,7 +117,7 @@ class TransformersFormat:
     def read_config(self, raw: dict[str, Any]) -> MambaLMConfig:
         """Return our config; fields without a counterpart are kept for writing."""
         if (model_type := raw["model_type"]) not in _KINDS:
-            expected = " or ".join(f'"{name}"' for name in _KINDS)
+            expected = " or ".join(f'"{name}"' for name in (*_KINDS, "bamba", "granitemoehybrid"))
             raise ValueError(f'expected a transformers config with "model_type": {expected}, got {model_type!r}')
         kind = _KINDS[model_type]
         for name, value in kind.fixed.items():

@@ -16,7 +16,7 @@ import torch
 
 from anymamba.blocks.block_config import ignored_options
 from anymamba.blocks.mamba3 import Mamba3Config
-from anymamba.checkpoints.formats.base import check_plain_stack, read_float
+from anymamba.checkpoints.formats.base import Format, check_plain_stack, read_float
 from anymamba.checkpoints.known import find_known_checkpoint
 from anymamba.models.config import (
     ACTIVATION_FIELD,
@@ -30,7 +30,7 @@ _UNKNOWN = "unknown_ssm_cfg"  # where unknown entries of `ssm_cfg` are kept
 _OUR_TYPE = "anymamba_lm"
 
 
-class OfficialFormat:
+class OfficialFormat(Format):
     """The format of `mamba_ssm`, whose names of tensors are ours."""
 
     name: ClassVar[str] = "official"

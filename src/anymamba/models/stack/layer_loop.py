@@ -139,6 +139,8 @@ class LayerLoop(nn.Module):
         c, dtype = self.config, x.dtype
         # 1) Begin the residual stream, with the tokens of padded rows at the front, and insert class tokens.
         x = self._to_residual(x)
+        if c.input_multiplier != 1:
+            x = x * c.input_multiplier
         if padding is not None:
             x = padding.compact(x)
         if inserter is not None and (insert := inserter.enter_level(None)) is not None:
@@ -179,6 +181,8 @@ class LayerLoop(nn.Module):
                 hidden_states[v] = h if inserter is None else zero_padding(h, inserter.layout.padding)
         # 6) The last norm, and the tokens of padded rows back in their positions, unless class tokens are among them.
         y: Tensor = self.norm_f(h)
+        if c.output_multiplier != 1:
+            y = y * c.output_multiplier
         y = y if c.final_norm else y.to(dtype)
         if inserter is not None:
             y = zero_padding(y, inserter.layout.padding)

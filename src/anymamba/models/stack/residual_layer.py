@@ -2,7 +2,8 @@
 
     r <- r + mixer(norm(r))        r <- r + mlp(norm2(r))
 
-The residual stream r is float32 or wider, also for parameters of half precision.
+What is added may be multiplied by a number (`residual_multiplier`). The residual stream r is float32 or wider, also for
+parameters of half precision.
 
 Multi-Gate Residuals have up to n streams s_i (b, t, d) instead of one, each with a gate for writing and a weight for
 reading; the first is the input of the stack. A pass computes F. While there are fewer than n streams, F is appended as
@@ -49,9 +50,9 @@ class RMSNorm(layers.RMSNorm):
 class LayerNorm(nn.LayerNorm):
     """Norm `y = weight (x - mean(x)) / √(var(x) + eps) + bias`, in the dtype of x, rounded to that of the weight."""
 
-    def __init__(self, width: int, **factory: Any) -> None:
+    def __init__(self, width: int, *, eps: float = 1e-5, **factory: Any) -> None:
         """Create the weight, all ones, and the bias, all zeros."""
-        super().__init__(width, eps=1e-5, **factory)
+        super().__init__(width, eps=eps, **factory)
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Normalize `x` (..., d)."""
@@ -60,29 +61,35 @@ class LayerNorm(nn.LayerNorm):
 
 
 class GatedMLP(nn.Module):
-    """MLP `fc2(y silu(g))` with `[y, g] = fc1(x)`: the value comes first, as in the official MLP."""
+    """MLP `fc2(y silu(g))` with `[y, g] = fc1(x)`: the value comes first, as in the official MLP, or the gate."""
 
-    def __init__(self, d_model: int, width: int, **factory: Any) -> None:
-        """Create two projections without bias."""
+    def __init__(
+        self, d_model: int, width: int, *, bias: bool = False, gate_first: bool = False, **factory: Any
+    ) -> None:
+        """Create two projections."""
         super().__init__()
-        self.fc1 = nn.Linear(d_model, 2 * width, bias=False, **factory)
-        self.fc2 = nn.Linear(width, d_model, bias=False, **factory)
+        self.gate_first = gate_first
+        self.fc1 = nn.Linear(d_model, 2 * width, bias=bias, **factory)
+        self.fc2 = nn.Linear(width, d_model, bias=bias, **factory)
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Map (..., d) to (..., d)."""
-        y, gate = apply_linear(self.fc1, x).chunk(2, dim=-1)
+        first, second = apply_linear(self.fc1, x).chunk(2, dim=-1)
+        y, gate = (second, first) if self.gate_first else (first, second)
         return apply_linear(self.fc2, y * F.silu(gate))
 
-    def describe_step(self, builder: StepBuilder, x: int, d_model: int, *, to: int) -> None:
-        """Describe `forward` of one token, from slot `x`, added to slot `to`."""
+    def describe_step(self, builder: StepBuilder, x: int, d_model: int, *, to: int, factor: float = 1.0) -> None:
+        """Describe `forward` of one token, from slot `x`, added to slot `to` times `factor`."""
         width = self.fc2.in_features
         both = builder.linear(x, self, "fc1", d_model, 2 * width)
-        builder.linear(builder.gate(both, both + width, width), self, "fc2", width, d_model, to=to, add=True)
+        y, gate = (both + width, both) if builder.attribute(self, "gate_first") else (both, both + width)
+        inner = builder.gate(y, gate, width)
+        builder.linear(inner, self, "fc2", width, d_model, to=to, add=True, factor=factor)
 
     def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
         """Return the parts of the output of `fc1`."""
-        width = self.fc2.in_features
-        return {"fc1": (ProjectionPart("value", width), ProjectionPart("gate", width))}
+        names = ("gate", "value") if self.gate_first else ("value", "gate")
+        return {"fc1": tuple(ProjectionPart(name, self.fc2.in_features) for name in names)}
 
 
 class ResidualLayer(nn.Module):
@@ -100,12 +107,15 @@ class ResidualLayer(nn.Module):
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.dropout = config.dropout
+        self.multiplier = config.residual_multiplier
         self.mixer = config.family(index)(config.block_config(index), **factory)
         self.norm = make_norm(config, **factory)
         self.mlp: GatedMLP | None = None
         if config.mlp_width:
             self.norm2 = make_norm(config, **factory)
-            self.mlp = GatedMLP(config.d_model, config.mlp_width, **factory)
+            options = config.mlp_config()
+            names = {"bias": options.bias, "gate_first": options.gate_first}
+            self.mlp = GatedMLP(config.d_model, config.mlp_width, **names, **factory)
 
     def forward(
         self, residual: Float[Tensor, "b *t d"], cache: Tree | None = None, *, add_residual: bool = True, **options: Any
@@ -127,33 +137,38 @@ class ResidualLayer(nn.Module):
 
     def _connect(self, residual: Tensor, hidden: Tensor, add_residual: bool) -> Tensor:
         """Return the result of the layer from the output of its block: the residual connection, and the MLP."""
-        hidden = self._drop(hidden)
+        hidden = self._scale(self._drop(hidden))
         if self.mlp is None:
             return residual + hidden if add_residual else hidden.to(residual.dtype)
         stream = residual + hidden
-        mlp_output = self._drop(self.mlp(self.norm2(stream)))
+        mlp_output = self._scale(self._drop(self.mlp(self.norm2(stream))))
         return stream + mlp_output if add_residual else hidden.to(residual.dtype) + mlp_output
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout) if self.dropout and self.training else x
+
+    def _scale(self, x: Tensor) -> Tensor:
+        return x if self.multiplier == 1 else x * self.multiplier
 
     def describe_step(self, builder: StepBuilder, residual: int, *, add_residual: bool = True) -> None:
         """Describe one token: the result is added to slot `residual`, or replaces it."""
         width, mixer = builder.input_width, builder.submodule(self, "mixer", type(self.mixer))
         if not add_residual and self.mlp is not None:
             builder.reject("a layer with an MLP whose residual is ignored has no compiled step")
+        factor = builder.attribute(self, "multiplier")
         hidden = builder.norm(residual, builder.submodule(self, "norm", RMSNorm), width)
-        mixer.describe_step(builder, hidden, to=residual, add=add_residual)
+        mixer.describe_step(builder, hidden, to=residual, add=add_residual, factor=factor)
         builder.release(hidden)
         if self.mlp is not None:
             hidden = builder.norm(residual, builder.submodule(self, "norm2", RMSNorm), width)
-            builder.submodule(self, "mlp", GatedMLP).describe_step(builder, hidden, width, to=residual)
+            builder.submodule(self, "mlp", GatedMLP).describe_step(builder, hidden, width, to=residual, factor=factor)
             builder.release(hidden)
 
 
 def make_norm(config: StackConfig, **factory: Any) -> RMSNorm | LayerNorm:
     """Return the norm that the config names."""
-    return RMSNorm(config.d_model, **factory) if config.rms_norm else LayerNorm(config.d_model, **factory)
+    kind = RMSNorm if config.rms_norm else LayerNorm
+    return kind(config.d_model, eps=config.norm_eps, **factory)
 
 
 def initialize_residual(model: nn.Module, passes: int) -> None:

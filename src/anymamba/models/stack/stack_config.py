@@ -92,6 +92,20 @@ def check_numbers(config: Any, *, at_least_one: tuple[str, ...]) -> None:
         raise ValueError(f"{where}: d_intermediate must be 0 or a width, got {config.d_intermediate!r}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+    """Options of the MLP after each block; its width is the `d_intermediate` of the stack."""
+
+    multiple_of: int = 128  # the width is rounded up to a multiple of it
+    gate_first: bool = False  # whether the gates are the first half of the output of `fc1`, not the second
+    bias: bool = False  # of both projections
+
+    def __post_init__(self) -> None:
+        """Raise for a multiple below 1."""
+        if self.multiple_of < 1:
+            raise ValueError(f"MLPConfig: multiple_of must be at least 1, got {self.multiple_of}")
+
+
 # Fields that the config of a language model has itself; the others are in its table `stack`.
 MODEL_FIELDS = frozenset({"d_model", "n_layer", "ssm_cfg", "d_intermediate", "rms_norm", "residual_in_fp32"})
 
@@ -105,9 +119,14 @@ class StackConfig:
     ssm_cfg: dict[str, Any] = field(default_factory=dict)  # "layer": family of the blocks; the rest: fields of a block
     layer_cfgs: list[dict[str, Any]] = field(default_factory=list)  # an `ssm_cfg` for each layer, if they differ
     d_intermediate: int = 0  # width of the gated MLP after each block, rounded up to a multiple of 128; 0: no MLP
+    mlp_cfg: dict[str, Any] = field(default_factory=dict)  # fields of `MLPConfig`
     rms_norm: bool = True  # False: LayerNorm
+    norm_eps: float = 1e-5  # of the norms before blocks and MLPs, and of the last one
     residual_in_fp32: bool = True
     final_norm: bool = True  # after the last pass
+    input_multiplier: float = 1.0  # factor of the inputs of the stack
+    residual_multiplier: float = 1.0  # factor of what each block and MLP adds to the residual stream
+    output_multiplier: float = 1.0  # factor of the outputs of the last norm
     n_virtual: int | None = None  # V, passes over the layers, each with its own cache; None: as many as layers
     schedule: str | list[int] = "cyclic"  # or "stretched", or the layer of each pass
     ignore_first_residual: bool = False  # skip the residual add of the first pass
@@ -129,9 +148,12 @@ class StackConfig:
     def __post_init__(self) -> None:
         """Check the fields, and copy tables and lists, so that later changes by the caller have no effect."""
         where = type(self).__name__
-        for name in ("ssm_cfg", "layer_cfgs", "schedule", "class_tokens", "layer_class_tokens"):
+        for name in ("ssm_cfg", "mlp_cfg", "layer_cfgs", "schedule", "class_tokens", "layer_class_tokens"):
             object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
         check_numbers(self, at_least_one=("d_model", "n_layer", "n_virtual"))
+        self.mlp_config()
+        if self.norm_eps <= 0:
+            raise ValueError(f"{where}: norm_eps must be positive, got {self.norm_eps}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"{where}: dropout must be at least 0 and below 1, got {self.dropout!r}")
         if self.gates_per not in ("layer", "pass"):
@@ -181,8 +203,24 @@ class StackConfig:
 
     @property
     def mlp_width(self) -> int:
-        """F, `d_intermediate` rounded up to a multiple of 128; 0 without an MLP."""
-        return -(-self.d_intermediate // 128) * 128
+        """F, `d_intermediate` rounded up to a multiple of 128, or of what `mlp_cfg` says; 0 without an MLP."""
+        multiple = self.mlp_config().multiple_of
+        return -(-self.d_intermediate // multiple) * multiple
+
+    def mlp_config(self) -> MLPConfig:
+        """Return the options of the MLPs."""
+        where, types = type(self).__name__, field_types(MLPConfig)
+        if not isinstance(self.mlp_cfg, dict):
+            raise ValueError(f"{where}: mlp_cfg must be a table of fields of MLPConfig, got {self.mlp_cfg!r}")
+        if unknown := sorted(set(self.mlp_cfg) - set(types)):
+            near = suggest_field(unknown[0], types)
+            raise ValueError(f"{where}: mlp_cfg must have entries among {sorted(types)}, got {unknown}{near}")
+        names = {name: f'{where}: mlp_cfg["{name}"]' for name in self.mlp_cfg}
+        values = {
+            name: coerce_value(names[name], value, types[name], max_number=MAX_CONFIG_NUMBER)
+            for name, value in self.mlp_cfg.items()
+        }
+        return MLPConfig(**values)
 
     def family(self, index: int = 0) -> type[Block]:
         """Return the class of the block of a layer."""
