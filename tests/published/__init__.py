@@ -4,6 +4,7 @@
     python -m tests.published DIR --only prices        one row
     python -m tests.published DIR --kernels off        the portable code; also baseline, avx2, avx512, or all of them
     python -m tests.published DIR --dtype float32      another precision than the one that was published
+    python -m tests.published DIR --quick              one of the models that were trained alike
 
 A row is a published thing: a repository at a commit, a reader of its files, and the figures that it states. The readers
 define models around anymamba's public blocks, and open files of the clone by path; nothing of the repositories is

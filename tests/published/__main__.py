@@ -30,6 +30,7 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
         help="instructions of the compiled kernels, 'off' for portable code, or 'all' of these in turn",
     )
     parser.add_argument("--dtype", choices=("float32", "float64"), help="precision (default: the published one)")
+    parser.add_argument("--quick", action="store_true", help="run one of the models that were trained alike")
     return parser.parse_args(arguments)
 
 
@@ -49,7 +50,9 @@ def run_all(args: argparse.Namespace) -> int:
     """Run the command once for each set of instructions that this processor has; return 1 if one failed."""
     from tests.processors import no_isa
 
-    options = [f"--only={name}" for name in args.only or ()] + ([f"--dtype={args.dtype}"] if args.dtype else [])
+    options = [f"--only={name}" for name in args.only or ()]
+    options += [f"--dtype={args.dtype}"] if args.dtype else []
+    options += ["--quick"] if args.quick else []
     code = 0
     for name, variables in KERNELS.items():
         if name == "fastest":
@@ -67,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     import importlib
 
     from tests.published.clone import find_clone
-    from tests.published.row import DTYPES, format_figures, run_row
+    from tests.published.row import DTYPES, Options, format_figures, run_row
 
     print(describe_run(args), flush=True)
     has_failed = False
@@ -79,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"   not run: no clone with this commit (git clone https://github.com/{row.repository})")
             continue
         try:
-            figures, seconds = run_row(row, clone, DTYPES.get(args.dtype))
+            figures, seconds = run_row(row, clone, Options(dtype=DTYPES.get(args.dtype), is_quick=args.quick))
         except ValueError as error:
             print(f"   failed: {error}")
             has_failed = True

@@ -19,7 +19,7 @@ from anymamba.compat.selective_scan_interface import selective_scan_fn
 from anymamba.ops import rank_gate
 from anymamba.scan import rotated_trapezoid_scan
 from tests.published.clone import Clone, MissingFileError, check_fields
-from tests.published.row import Figure, Row, near
+from tests.published.row import Figure, Options, Row, near
 from tests.support import FLOOR
 
 COMMIT = "183044043dea278f2c08f7f4f2ec07211738aa96"
@@ -133,9 +133,9 @@ def compare_mamba1(clone: Clone, dtype: torch.dtype) -> Figure:
     return near("mamba-130m, layer 0: scan", expected, y, FLOOR[dtype], "transformers' inputs, in float64")
 
 
-def compare(clone: Clone, dtype: torch.dtype | None) -> list[Figure]:
+def compare(clone: Clone, options: Options) -> list[Figure]:
     """Compare the captures and the shapes of both models."""
-    dtype = dtype or torch.float32
+    dtype = options.dtype or torch.float32
     figures = []
     for kind in FOLDERS:
         figures += [*compare_captures(clone, kind, dtype), compare_parameters(clone, kind)]

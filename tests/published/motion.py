@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from anymamba import Mamba3
 from tests.published.clone import Clone, check_fields, load_weights
-from tests.published.row import Figure, Row
+from tests.published.row import Figure, Options, Row
 
 COMMIT = "677f12b72dec6319d97e8aefdf83cc95126618d2"
 RAW = "data/uci_har_pt/RawData"
@@ -158,8 +158,8 @@ def read_test_windows(clone: Clone, path: str, recordings: Recordings, saved: di
     return torch.from_numpy((np.stack(windows) - mean) / std), torch.tensor(labels), torch.tensor(predictions)
 
 
-def compare(clone: Clone, dtype: torch.dtype | None) -> list[Figure]:
-    """Compare predictions and losses of every run, by group of runs."""
+def compare(clone: Clone, options: Options) -> list[Figure]:
+    """Compare predictions and losses of every run, or of one run of each group, by group of runs."""
     recordings = Recordings(clone)
     figures = []
     all_equal = all_windows = 0
@@ -167,10 +167,11 @@ def compare(clone: Clone, dtype: torch.dtype | None) -> list[Figure]:
         runs = [x.removesuffix("/best.pt") for x in clone.list_files(f"{RUNS}/{group}/") if _is_run(x)]
         if not runs:
             raise ValueError(f"{RUNS}/{group}: expected checkpoints seed*/mamba3_*/best.pt, found none")
+        runs = runs[:1] if options.is_quick else runs
         equal = count = 0
         losses, published_losses = [], []
         for run in runs:
-            predictions, published, loss = run_model(clone, run, recordings, dtype)
+            predictions, published, loss = run_model(clone, run, recordings, options.dtype)
             equal += int((predictions == published).sum())
             count += len(published)
             losses.append(loss)

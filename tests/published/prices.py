@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from anymamba import Mamba1
 from tests.published.clone import Clone, load_weights
-from tests.published.row import Figure, Row, same_digits
+from tests.published.row import Figure, Options, Row, same_digits
 
 COMMIT = "fef42727861a9c3a32241283ab981ef21a49e291"
 TEST_DAYS = "data/2018-09-17_2024-09-16_86400/test.csv"
@@ -98,16 +98,17 @@ def read_published(clone: Clone, name: str) -> list[str]:
     return list(match.groups())
 
 
-def compare(clone: Clone, dtype: torch.dtype | None) -> list[Figure]:
+def compare(clone: Clone, options: Options) -> list[Figure]:
     """Compare the errors on the test days."""
+    dtype = options.dtype or torch.float32
     figures = []
     for name, path in MODELS.items():
         published = read_published(clone, name)
-        model = read_model(clone, path).to(dtype or torch.float32)
+        model = read_model(clone, path).to(dtype)
         num_features = model.post_process[1].in_features
         num_days = model.blocks[0][0].op.config.d_model
         windows, prices = read_windows(clone, num_features, num_days)
-        error = model(windows.to(dtype or torch.float32)).double() - prices.double()
+        error = model(windows.to(dtype)).double() - prices.double()
         rmse = error.square().mean().sqrt().item()
         mape = 100 * (error.abs() / prices.double()).mean().item()
         mae = error.abs().mean().item()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from anymamba import MambaLM
 from tests.published.clone import Clone
-from tests.published.row import Figure, Row, near
+from tests.published.row import Figure, Options, Row, near
 from tests.support import MODEL_FLOOR
 
 COMMIT = "4dfb7e199542a88babbc4f6b724b09dad8eeacbb"
@@ -87,9 +87,9 @@ def load_reference(clone: Clone) -> torch.nn.Module:
     return model
 
 
-def compare(clone: Clone, dtype: torch.dtype | None) -> list[Figure]:
+def compare(clone: Clone, options: Options) -> list[Figure]:
     """Compare logits, perplexity and choices of tokens."""
-    dtype = dtype or torch.float32
+    dtype = options.dtype or torch.float32
     ours, reference = load_ours(clone, dtype), load_reference(clone)
     proteins = read_proteins(clone, read_vocabulary(clone))
     pairs = [(ours(p[None]).logits[0], reference(p[None]).logits[0]) for p in proteins]

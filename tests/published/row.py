@@ -33,6 +33,19 @@ class Figure(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to run a row.
+
+    Args:
+        dtype: Dtype to compute in; None for the published one.
+        is_quick: Whether a row of many models runs a few of them.
+    """
+
+    dtype: torch.dtype | None = None
+    is_quick: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """A published thing.
 
@@ -41,15 +54,14 @@ class Row:
         title: What it is, in a line.
         repository: "owner/name" on GitHub.
         commit: Commit that the figures are of.
-        compare: Function that returns the figures; it takes the clone and the dtype to compute in, None for the
-            published one.
+        compare: Function that returns the figures.
     """
 
     name: str
     title: str
     repository: str
     commit: str
-    compare: Callable[[Clone, torch.dtype | None], list[Figure]]
+    compare: Callable[[Clone, Options], list[Figure]]
 
 
 def near(name: str, published: Tensor, ours: Tensor, floor: float, what: str) -> Figure:
@@ -75,9 +87,9 @@ def format_figures(figures: list[Figure]) -> str:
     return "\n".join("  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-def run_row(row: Row, clone: Clone, dtype: torch.dtype | None) -> tuple[list[Figure], float]:
+def run_row(row: Row, clone: Clone, options: Options) -> tuple[list[Figure], float]:
     """Return the figures of a row, and the seconds that they took."""
     start = time.perf_counter()
     with torch.no_grad():
-        figures = row.compare(clone, dtype)
+        figures = row.compare(clone, options)
     return figures, time.perf_counter() - start

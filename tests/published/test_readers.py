@@ -13,7 +13,7 @@ from anymamba import Mamba3, MambaLM, MambaLMConfig
 from tests.published import __main__ as command
 from tests.published import captures, motion, prices, proteins
 from tests.published.clone import Clone, MissingFileError, find_clone
-from tests.published.row import same_digits
+from tests.published.row import Options, same_digits
 
 GIT = ("git", "-c", "user.name=tests", "-c", "user.email=tests@example.org")
 
@@ -243,6 +243,23 @@ def test_a_motion_run_is_read_with_its_windows_and_class_weights(tmp_path, split
     assert weights[0] == pytest.approx(2 * count / (num_classes * count))
 
 
+@torch.no_grad()
+def test_motion_runs_are_compared_by_group_and_quickly_one_of_each(tmp_path):
+    files = {}
+    for group in motion.GROUPS:
+        for seed in (1, 2):
+            run = f"{motion.RUNS}/{group}/seed{seed}/mamba3_gyro"
+            files |= motion_files(run)[0] | {f"{run}/test_metrics.json": json.dumps({"loss": 0.1})}
+            files[f"{motion.RUNS}/{group}/seed{seed}/cnn_gyro/best.pt"] = b"not ours"
+    clone = commit_files(tmp_path / "clone", files)
+    for is_quick, num_models in ((False, 12), (True, 6)):
+        figures = motion.compare(clone, Options(is_quick=is_quick))
+        assert len(figures) == 2 * len(motion.GROUPS) + 1
+        assert figures[-1].published == f"{2 * num_models} classes"
+        assert figures[-1].agrees
+        assert not figures[1].agrees  # the loss is none of these models'
+
+
 def test_damaged_motion_runs_are_rejected(tmp_path):
     files, _ = motion_files("run")
     table = json.loads(files["run/test_predictions.json"])
@@ -310,8 +327,8 @@ def test_a_protein_model_equals_transformers(tmp_path):
             proteins.ALIGNMENT: ">first\nAGGA\n",
         },
     )
-    assert all(figure.agrees for figure in proteins.compare(clone, None))
-    assert all(figure.agrees for figure in proteins.compare(clone, torch.float64))
+    assert all(figure.agrees for figure in proteins.compare(clone, Options()))
+    assert all(figure.agrees for figure in proteins.compare(clone, Options(dtype=torch.float64)))
 
 
 # Captures
