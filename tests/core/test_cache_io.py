@@ -130,7 +130,7 @@ def test_other_versions_and_kinds_are_rejected(state):
     write_forged(path, tensors, **{name: x for name, x in metadata.items() if name != "version"})
     assert_rejected(load, path, "got 'none'")
     save_file({"x": torch.zeros(1)}, path)
-    assert_rejected(load, path, "got a file of no kind")
+    assert_rejected(load, path, "got a file that names no kind")
 
 
 def odd_tensors(tree):

@@ -14,7 +14,7 @@ from anymamba import MambaLM
 from anymamba.training.api import create_run, open_run
 from anymamba.training.checkpoint.manifest import list_checkpoints
 from anymamba.training.config.sections import ParallelSection
-from anymamba.training.distributed.process_group import SharedError, World
+from anymamba.training.distributed.process_group import AllRanksError, World
 from anymamba.training.metrics.loggers import read_metrics
 from tests.ranks import run_cases, shared_directory
 from tests.support import assert_near
@@ -171,7 +171,7 @@ def mistakes_case(rank):
     prepare(rank)
     for number, (words, (fields, mesh)) in enumerate(MISTAKES.items()):
         directory = shared_directory(f"mistake{number}")
-        with pytest.raises(SharedError, match=words):
+        with pytest.raises(AllRanksError, match=words):
             create_run(config_of(fields, mesh), directory, silent, world_of(rank))
         assert not directory.exists()
 
@@ -183,7 +183,7 @@ def mistake_elsewhere_case(rank):
         if rank == 1:
             raise ValueError("no such file")
 
-    with pytest.raises(SharedError, match="rank 1 of 2: no such file"):
+    with pytest.raises(AllRanksError, match="rank 1 of 2: no such file"):
         world_of(rank).run_checked(look)
 
 

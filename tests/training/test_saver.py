@@ -18,7 +18,7 @@ from anymamba.training.checkpoint import saver as saver_module
 from anymamba.training.checkpoint.manifest import Manifest, list_checkpoints
 from anymamba.training.checkpoint.saver import Part, Saver
 from anymamba.training.checkpoint.sharded_tensors import StoredTensors
-from anymamba.training.distributed.process_group import SharedError
+from anymamba.training.distributed.process_group import AllRanksError
 from tests.ranks import run_cases, shared_directory
 from tests.training.cases import silent
 from tests.training.test_process_group import (
@@ -138,7 +138,7 @@ def full_disk_case(rank, victim):
     words = rf"^rank {victim} of 2: \S*step-00000003: cannot be written; .* File too large: \S*/{name}'"
     again._take_step()
     disk = replace_attribute(Part, "write", on_a_full_disk) if rank == victim else nullcontext()
-    with pytest.raises(SharedError, match=words), disk:
+    with pytest.raises(AllRanksError, match=words), disk:
         again.save()
     dist.barrier()
     assert [path.name for path in list_checkpoints(directory / "checkpoints")] == [
@@ -169,7 +169,7 @@ def failed_in_the_background_case(rank):
         return written
 
     words = r"rank 1 of 2: .*step-00000002: .*No space left.*model-00002-of"
-    with pytest.raises(SharedError, match=words), replace_attribute(Part, "write", failing):
+    with pytest.raises(AllRanksError, match=words), replace_attribute(Part, "write", failing):
         trainer.run(shown=False)
     assert 2 <= trainer.step <= 4
     dist.barrier()
@@ -192,7 +192,7 @@ def silent_rank_case(rank):
 
     part = Part({"model.safetensors": {"x": torch.zeros(1)}} if rank == 0 else {}, late)
     saver.start(part, MANIFEST, previous=-1, keep=2)
-    with pytest.raises(SharedError, match=r"rank 1 of 2: .*step-00000007: cannot be written; .*no answer"):
+    with pytest.raises(AllRanksError, match=r"rank 1 of 2: .*step-00000007: cannot be written; .*no answer"):
         saver.finish()
     assert list_checkpoints(directory) == []
     dist.barrier()

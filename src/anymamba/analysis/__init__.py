@@ -1,4 +1,5 @@
-"""What a block or a model does with a text: the matrix of a scan, what it remembers and for how long, what is likely.
+"""What a block or a model does with a text: the matrix of a scan, what it remembers and for how long, how
+likely each token was.
 
 The scan of every family is one recurrence, and everything here is derived from it. Functions of a block take the block
 and its input, `half_lives(block, x)`; `layers(model, ids)` returns the blocks of a model with their inputs.

@@ -1,7 +1,7 @@
 """Blocks: one family per file, each with a config, a cache and a module around its scan.
 
-They are a package of their own because a block has one contract whatever its family: `prefill` from any cache, `step`
-unrolled from it, and any split of the sequence are the same function. Reading order:
+They are a package of their own because a block has one contract whatever its family: from any cache, `prefill`,
+repeated `step` and any split of the sequence give the same result. Reading order:
 
 1. `block_inputs.py`, `base.py`: checks of inputs, and `Block`, whose entry points make them.
 2. `block_config.py`: how configs are given and checked.

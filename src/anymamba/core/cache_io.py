@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, deserialize
 from torch import Tensor
 
 from anymamba.core.cache_tree import Tree
-from anymamba.core.io import DTYPE_NAMES, atomic_write, digest_rest, parse_json, save_tensors
+from anymamba.core.io import DTYPE_NAMES, atomic_write, check_tensor_names, digest_rest, parse_json, save_tensors
 
 _VERSION = "1"
 _STATE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
@@ -65,7 +65,7 @@ def read_state_file(path: str | os.PathLike[str], kind: str, metadata: Sequence[
     header = content[8 : 8 + int.from_bytes(content[:8], "little")]
     stored: dict[str, str] = parse_json(header, path).get("__metadata__") or {}
     if stored.get("kind") != kind:
-        got = repr(stored["kind"]) if "kind" in stored else "a file of no kind"
+        got = repr(stored["kind"]) if "kind" in stored else "a file that names no kind"
         raise ValueError(f"{path}: expected a saved {kind}, got {got}")
     if stored.get("version") != _VERSION:
         raise ValueError(
@@ -87,7 +87,7 @@ def restore_tree(path: str | os.PathLike[str], like: _Tree, tensors: dict[str, T
     """
     expected = like.tensors()
     growing = like.growing_names()
-    check_tensor_names(path, tensors, expected)
+    check_tensor_names(f"{path}: the state", tensors, expected)
     rows = next(iter(tensors[name].shape[:1] for name in expected))
     for name, x in expected.items():
         stored = tensors[name]
@@ -104,15 +104,6 @@ def restore_tree(path: str | os.PathLike[str], like: _Tree, tensors: dict[str, T
     if problem := tree.describe_problem():
         raise ValueError(f"{path}: {problem}")
     return tree
-
-
-def check_tensor_names(path: str | os.PathLike[str], stored: Iterable[str], expected: Iterable[str]) -> None:
-    """Raise `ValueError` if expected tensors are missing from a file, or others are there."""
-    stored_names, expected_names = dict.fromkeys(stored), dict.fromkeys(expected)
-    if missing := [name for name in expected_names if name not in stored_names]:
-        raise ValueError(f"{path}: the state lacks {', '.join(missing[:5])}")
-    if unknown := [name for name in stored_names if name not in expected_names]:
-        raise ValueError(f"{path}: the state holds unexpected tensors: {', '.join(map(repr, unknown[:5]))}")
 
 
 class SavableTree(Tree):
@@ -142,7 +133,7 @@ class SavableTree(Tree):
         """
         kind: Any = cls
         tensors = read_state_file(path, cls.__name__).tensors
-        check_tensor_names(path, tensors, kind._fields)
+        check_tensor_names(f"{path}: the state", tensors, kind._fields)
         tree: _Savable = kind(**tensors)
         # The sizes are not known without a model, but rows and dtypes must agree with each other.
         reference = next((name for name in kind._fields if cls._rule(name) == "activation"), kind._fields[0])

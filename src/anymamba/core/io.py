@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -275,3 +275,12 @@ def digest_rest(file: IO[bytes]) -> str:
     while block := file.read(_CHUNK_BYTES):
         digest.update(block)
     return digest.hexdigest()
+
+
+def check_tensor_names(where: str, stored: Iterable[str], expected: Iterable[str]) -> None:
+    """Raise `ValueError` if expected tensors are missing from a file, or others are there."""
+    stored_names, expected_names = dict.fromkeys(stored), dict.fromkeys(expected)
+    if missing := [name for name in expected_names if name not in stored_names]:
+        raise ValueError(f"{where} lacks {', '.join(missing[:5])}")
+    if unknown := [name for name in stored_names if name not in expected_names]:
+        raise ValueError(f"{where} holds unexpected tensors: {', '.join(map(repr, unknown[:5]))}")

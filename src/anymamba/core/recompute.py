@@ -24,7 +24,7 @@ CACHE_BLOCK_NUMEL = 2**17
 def recompute_all(definition: Callable[..., Any], outputs: int, differentiable: int) -> Implementation:
     """Return an implementation whose backward runs the whole definition, plain torch code, again.
 
-    The definition has so many `outputs`, and its first `differentiable` inputs receive gradients.
+    `outputs` is the number of its results; its first `differentiable` inputs receive gradients.
     """
 
     def forward(*inputs: Any) -> Any:

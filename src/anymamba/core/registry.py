@@ -79,11 +79,11 @@ def register(operator: str, device: str, implementation: Implementation, *, libr
 
 def describe_kernels() -> dict[str, str]:
     """Return one line per library of kernels about its state on this machine."""
-    check_request()
+    check_kernels_variable()
     return {name: describe() for name, describe in _LIBRARIES.items()}
 
 
-def check_request() -> None:
+def check_kernels_variable() -> None:
     """Raise `ValueError` if ANYMAMBA_KERNELS names a library that does not exist."""
     if (requested := _Switches.requested) not in ("", "on", "off", *_LIBRARIES):
         raise ValueError(f"ANYMAMBA_KERNELS must be one of on, off, {', '.join(_LIBRARIES)}, got {requested!r}")
@@ -127,7 +127,7 @@ def select_kernel(operator: str, *inputs: Any) -> tuple[Implementation | None, s
     if _Switches.requested == "off":
         return None, _OFF
     if not _Switches.is_checked:
-        check_request()
+        check_kernels_variable()
     device = inputs[0].device.type
     reasons = []
     for library, implementation in _IMPLEMENTATIONS.get((operator, device), ()):

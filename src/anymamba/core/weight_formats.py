@@ -1,4 +1,4 @@
-"""Formats of quantized weights, and the base class of modules with such a weight.
+"""Formats in which weights are stored, quantized or in 16 bits, and the base class of modules with such a weight.
 
 A format is known by its name. It stores *codes*, and *scales* if it has them:
 

@@ -98,13 +98,13 @@ class Pipeline:
             prompt: A text, or a list of strings.
             max_new_tokens: Largest number of tokens for each.
             n: Number of samples of each prompt, which is read once; the temperature is then 1 unless given.
-            stop: Texts before which a completion ends.
+            stop: Strings at which a completion stops; they are not returned.
             logprobs: Number of most likely tokens to return with their log-probabilities for each token, in addition to
                 the token's own; None for no log-probabilities.
             ignore_end: Whether to continue after the tokenizer's end token.
             add_special_tokens: Whether to begin with the tokens that the tokenizer puts before a text; False for the
                 text of a chat template, which already has them.
-            batch_size: Number of rows computed together; it changes results by rounding only.
+            batch_size: Number of rows computed together. Without compiled kernels, it changes results by rounding.
             **sampling: temperature, top_k, top_p, min_p, repetition_penalty and seed, as for `anymamba.generate`.
 
         Returns:

@@ -6,11 +6,11 @@ read in place, in the dtype they have; everything in between is `acc_dtype`: flo
 result, a `StepProgram`, is plain data: a device's compiler (`kernels/<device>/`) makes it executable, and
 `kernels/compiled_step.py` decides when it runs.
 
-A step may take a *window*, several consecutive tokens of each sequence, with the bits of one at a time: phases of
+A step may take a *window*, several consecutive tokens of each sequence, bit for bit as one at a time: phases of
 `ROW_KINDS` take each row on its own, those of `SEQUENCE_KINDS` carry something in the cache from row to row. A window
-whose end is decided later leaves the cache as it is; then the phases of `SEQUENCE_KINDS` run again over the rows that
-count. For this, a program that `keeps_slots` never uses a slot twice, so that these phases find what they read. A step
-with a phase of any other kind takes one token at a time.
+whose accepted length is decided later leaves the cache as it is; then the phases of `SEQUENCE_KINDS` run again over the
+accepted rows. For this, a program that `keeps_slots` never uses a slot twice, so that these phases find what they read.
+A step with a phase of any other kind takes one token at a time. `kernels/cpu/__init__.py` says how to add a phase.
 
 The kinds of phases and their fields (slots are integers, -1 for none; parameters are tensors, None for none):
 

@@ -14,7 +14,7 @@ raw dt into a step size; the scan (`anymamba.scan`) updates the state; `rms_norm
 `silu(z)`.
 """
 
-from anymamba import kernels as _kernels  # noqa: F401  registers what devices bring
+from anymamba import kernels as _kernels  # noqa: F401  registers the kernels of devices
 from anymamba.ops.conv import causal_conv as causal_conv
 from anymamba.ops.discretization import discretize as discretize
 from anymamba.ops.discretization import step_sizes as step_sizes

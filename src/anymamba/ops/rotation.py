@@ -16,7 +16,7 @@ kernels/cpu/csrc/scan/scan_rotation.h (`RotationGradient`), driven by scan_backw
 Letters: b batch, t time, r MIMO rank, g groups, h heads, n state, c numbers that describe a token's rotation, s pairs,
 j blocks of four, z sequences.
 
-§ Quaternions (w, x, y, z) in the last axis: the algebra, and running products over time.
+Quaternions (w, x, y, z) in the last axis: the algebra, and running products over time.
 
 A quaternion is computed as two complex numbers, `w + xi` and `y + zi`, with
 `(a, b) (c, d) = (a c - b d̄, a d + b c̄)`.

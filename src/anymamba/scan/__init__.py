@@ -18,7 +18,7 @@ and else multiplies x by dt and calls the operator of `scan`; that chooses `seri
 chunks and carries the state from each to the next.
 """
 
-from anymamba import kernels as _kernels  # noqa: F401  registers what devices bring
+from anymamba import kernels as _kernels  # noqa: F401  registers the kernels of devices
 from anymamba.scan.mamba3_scan import rotated_trapezoid_scan as rotated_trapezoid_scan
 from anymamba.scan.mamba3_scan import trapezoid_scan as trapezoid_scan
 from anymamba.scan.path import SsdPath as SsdPath

@@ -228,7 +228,7 @@ class Trainer(Generic[T]):
 
         Raises:
             OSError: A single process cannot write it, or could not write the one before it.
-            SharedError: The same on some rank; the message names the rank and the file.
+            AllRanksError: The same on some rank; the message names the rank and the file.
         """
         if self._saved_step != self.step:
             self._finish_saving()  # before the copies of the next one are made

@@ -28,11 +28,11 @@ _GROUPS_OF_LLAMA3 = "|".join(
         r"\s+",
     )
 )
-_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
 def tokenizer_files(where: str, field: Callable[..., Any]) -> dict[str, dict[str, Any]]:
-    """Return the tokenizer as files, names and contents; `field` gives a value of the header by its name, or a default.
+    """Return the contents of a tokenizer's files by name; `field(name, default)` reads the header.
 
     Raise `ValueError` for no tokenizer, a damaged one, or one of a kind that cannot be written that way.
     """
@@ -69,7 +69,7 @@ def _tokenizer(where: str, kind: str, tokens: list[str], field: Callable[..., An
         merges = [merge.split(" ") for merge in field("tokenizer.ggml.merges", [])]
         model: dict[str, Any] = {"type": "BPE", "vocab": _vocabulary(tokens, kinds), "merges": merges}
         model["ignore_merges"] = split in _LIKE_LLAMA3
-        parts = {"model": model, "pre_tokenizer": splitter, "decoder": _BYTES}
+        parts = {"model": model, "pre_tokenizer": splitter, "decoder": _BYTE_LEVEL}
     else:
         name = kind if kind != "gpt2" else split
         raise ValueError(f"{where}: its tokenizer is of a kind that cannot be read ({name}); pass one with --tokenizer")
@@ -87,12 +87,12 @@ def _token(tokens: list[str], token_id: Any) -> str | None:
 def _splitter(name: str) -> dict[str, Any] | None:
     """Return the pre-tokenizer of a name; None for an unknown one."""
     if name in _LIKE_GPT2:
-        return _BYTES
+        return _BYTE_LEVEL
     if name == "falcon":
         punctuation = {"type": "Punctuation", "behavior": "Contiguous"}
-        return {"type": "Sequence", "pretokenizers": [punctuation, _BYTES, _isolate("[0-9][0-9][0-9]")]}
+        return {"type": "Sequence", "pretokenizers": [punctuation, _BYTE_LEVEL, _isolate("[0-9][0-9][0-9]")]}
     if name in _LIKE_LLAMA3:
-        return {"type": "Sequence", "pretokenizers": [_isolate(_GROUPS_OF_LLAMA3), {**_BYTES, "use_regex": False}]}
+        return {"type": "Sequence", "pretokenizers": [_isolate(_GROUPS_OF_LLAMA3), {**_BYTE_LEVEL, "use_regex": False}]}
     return None
 
 

@@ -101,7 +101,7 @@ class AcceleratedMamba1(AcceleratedMixer):
         return 2 * self.intermediate_size
 
     def describe_core(self, builder: StepBuilder, projected: int) -> int:
-        """Convolution, inner projections and norms, states and gate."""
+        """Describe the convolution, the inner projections and norms, the state update and the gate."""
         i, n, rank = self.intermediate_size, self.ssm_state_size, self.time_step_rank
         x = self.describe_conv(builder, projected, i)
         low = builder.linear(x, self, "x_proj", i, rank + 2 * n)
@@ -203,7 +203,7 @@ class AcceleratedMamba2(AcceleratedMixer):
         return self.intermediate_size + self.conv_dim + self.num_heads
 
     def describe_core(self, builder: StepBuilder, projected: int) -> int:
-        """Convolution, states, norm and gate."""
+        """Describe the convolution, the state update, the norm and the gate."""
         builder.watch(self, "_anymamba", "time_step_limit", "mamba_rms_norm")
         i, low_high = self.intermediate_size, self._limits()
         xbc = projected + i

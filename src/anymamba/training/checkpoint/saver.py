@@ -152,7 +152,7 @@ class Saver:
     def finish(self) -> None:
         """Wait until the checkpoint that was started is complete; all ranks take part.
 
-        If it could not be written, all raise `SharedError`, whose message names the rank and the file.
+        If it could not be written, all raise `AllRanksError`, whose message names the rank and the file.
         """
         if self._thread is None:
             return

@@ -84,7 +84,7 @@ class ModelSection:
     )
     family: str | None = option(None, "family of the blocks: Mamba1, Mamba2 or Mamba3", default_text="Mamba3")
     depth: int | None = option(
-        None, "a single size setting: number of layers; the width is 64 times that, in heads of 64", default_text="4"
+        None, "one number that sets the size: layers; the width is 64 times that, in heads of 64", default_text="4"
     )
     n_layer: int | None = option(None, "number of layers, in place of model.depth", default_text="model.depth")
     d_model: int | None = option(None, "width of the residual stream", default_text="64 times model.depth")

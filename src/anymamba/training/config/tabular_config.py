@@ -77,7 +77,7 @@ class TabularBatchSection:
     rows: int = option(32, "sequences per step")
     length: int = option(1024, "largest number of steps of a sequence; longer ones are cut")
     accumulation: int = option(1, "microbatches per step, whose gradients are summed, to save memory")
-    hidden: float = option(0.15, "fraction of the tokens that a masked language model must predict")
+    hidden: float = option(0.15, "fraction of the tokens that are masked, which a masked language model must predict")
 
     def __post_init__(self) -> None:
         """Validate the fields."""

@@ -2,10 +2,10 @@
 
 `fully_shard` (FSDP2) divides the rows of every parameter over the ranks of a mesh, gathers those of a layer while it is
 computed, and reduces gradients to the ranks that hold their rows. The optimizer updates the rows of its own rank. Where
-a whole matrix is needed (by Muon, and for the finished model), its rows are gathered. A checkpoint has the shards.
+a whole matrix is needed (by Muon, and for the finished model), its rows are gathered. Checkpoints store the shards.
 
-Losses are already divided by the targets of all ranks, so gradients are summed, not averaged: those of weights that all
-ranks hold by `all_reduce_grads`, those of sharded weights by FSDP2 in the backward pass.
+Losses are already divided by the targets of all ranks, so gradients are summed, not averaged: `all_reduce_grads` sums
+those of replicated weights, and FSDP2 sums those of sharded weights in the backward pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from anymamba.core.cache_io import check_tensor_names
+from anymamba.core.io import check_tensor_names
 from anymamba.models.stack.residual_layer import ResidualLayer
 from anymamba.training.checkpoint.sharded_tensors import TensorShard
 from anymamba.training.distributed.process_group import World
@@ -131,7 +131,7 @@ def local_state_dict(model: nn.Module) -> dict[str, Tensor | TensorShard]:
 def load_local(model: nn.Module, stored: Mapping[str, Any]) -> None:
     """Set this rank's weights from those of the whole model, of which nothing else is read."""
     state = _unique_state(model)
-    check_tensor_names("model", stored, state)
+    check_tensor_names("model: the weights", stored, state)
     for name, x in state.items():
         if tuple(stored[name].shape) != tuple(x.shape):
             raise ValueError(f"{name} must have shape {tuple(x.shape)}, got {tuple(stored[name].shape)}")

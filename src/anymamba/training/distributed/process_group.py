@@ -41,7 +41,7 @@ _GLOO_DRAIN_S = 0.3  # seconds in which a thread of gloo drops the last message
 _LAUNCHER_CHECK_S = 5.0  # seconds between two checks whether torchrun is alive
 
 
-class SharedError(ValueError):
+class AllRanksError(ValueError):
     """An error that every rank raises, and the main rank reports."""
 
     is_shared = True
@@ -144,7 +144,7 @@ class World:
             )
 
     def run_checked(self, function: Callable[[], T]) -> T:
-        """Run a function on every rank and return this rank's result; all raise `SharedError` if one has an error."""
+        """Run a function on every rank and return this rank's result; all raise `AllRanksError` if one has an error."""
         if self.size == 1:
             return function()
         message, result = "", None
@@ -156,12 +156,12 @@ class World:
             return result  # type: ignore[return-value]
         messages = self._exchange_messages(message)
         first = next(rank for rank, text in enumerate(messages) if text)
-        raise SharedError(messages[0] if first == 0 else f"rank {first} of {self.size}: {messages[first]}")
+        raise AllRanksError(messages[0] if first == 0 else f"rank {first} of {self.size}: {messages[first]}")
 
     def run_on_main(self, function: Callable[[], str]) -> str:
         """Run a function on the main rank and return its result on all of them, which wait as long as it takes.
 
-        An error of the function is raised on all of them, as `SharedError`.
+        An error of the function is raised on all of them, as `AllRanksError`.
         """
         if self.size == 1:
             return function()
@@ -175,7 +175,7 @@ class World:
         message: str = store.get(key).decode()
         self.any_rank(False)
         if message[0] == "-":
-            raise SharedError(message[1:])
+            raise AllRanksError(message[1:])
         return message[1:]
 
     def all_reduce_sum(self, values: Tensor, activity: str = "to add up numbers", group: Any = None) -> Tensor:

@@ -13,8 +13,7 @@ from torch import Tensor
 from anymamba.checkpoints.load import load_model
 from anymamba.checkpoints.open import open_checkpoint, read_config
 from anymamba.checkpoints.save import COMPANION_FILES, copy_companions, save_config
-from anymamba.core.cache_io import check_tensor_names
-from anymamba.core.io import atomic_write
+from anymamba.core.io import atomic_write, check_tensor_names
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, write_end_token
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
@@ -152,7 +151,7 @@ class LanguageTask(Task[Batch]):
         """Read the states of the streams that this rank reads, for each microbatch, of which nothing else is read."""
         zero_state = model.init_cache(1)
         expected = zero_state.tensors()
-        check_tensor_names("carried", tensors, expected)
+        check_tensor_names("carried: the state", tensors, expected)
         for name, x in expected.items():
             if tuple(tensors[name].shape) != (shape := (self.config.batch.rows, *x.shape[1:])):
                 raise ValueError(f"{name} must have shape {shape}, got {tuple(tensors[name].shape)}")
