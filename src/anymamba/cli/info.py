@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import platform
 import sys
 from pathlib import Path
@@ -236,10 +235,9 @@ def _describe_model(args: argparse.Namespace) -> list[tuple[str, str]]:
 def _describe_state(model: MambaLM) -> str:
     """Return the size of a state, and by how much it grows with each token if there are attention layers."""
     cache = model.init_cache(1)
-    if not (growing := cache.growing_names()):
+    if not cache.bytes_per_step:
         return f"{format_bytes(cache.nbytes)} per sequence, at any length"
-    per_token = sum(x.element_size() * math.prod(x.shape[2:]) for n, x in cache.tensors().items() if n in growing)
-    return f"{format_bytes(cache.nbytes)} per sequence, and {format_bytes(per_token)} more per token"
+    return f"{format_bytes(cache.nbytes)} per sequence, and {format_bytes(cache.bytes_per_step)} more per token"
 
 
 def _working_bytes(model: MambaLM) -> int:

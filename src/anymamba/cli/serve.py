@@ -110,7 +110,9 @@ def _make_text_service(args: argparse.Namespace, directory: Path, limits: Limits
         stop_texts=template.stop,
         engine={"rows": args.rows, "segment_len": args.segment_len, "stall": args.stall, "together": args.together},
     )
-    notes = [f"{service.name}: {format_bytes(service.state_bytes)} per conversation of any length"]
+    growth = service.state_bytes_per_token
+    rest = f" and {format_bytes(growth)} for each of its tokens" if growth else " of any length"
+    notes = [f"{service.name}: {format_bytes(service.state_bytes)} per conversation{rest}"]
     notes.append(f"computing on {describe_device(model.device)}")
     if service.unfinished_files:
         notes.append(f"removed {service.unfinished_files} unfinished files of servers that were killed")

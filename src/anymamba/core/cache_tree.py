@@ -13,6 +13,7 @@ are filled. What follows the filled steps of a row is padding, which every opera
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
@@ -51,6 +52,12 @@ class Tree:
     def nbytes(self) -> int:
         """Size of the tensors in memory."""
         return sum(x.nbytes for x in self.leaves())
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Size of what each further step adds to a row; 0 if nothing grows."""
+        growing = self.growing_names()
+        return sum(x.element_size() * math.prod(x.shape[2:]) for name, x in self.tensors().items() if name in growing)
 
     def leaves(self) -> list[Tensor]:
         """Return every tensor, in the order of the fields."""

@@ -75,6 +75,7 @@ class Routes(ModelRoutes):
             created=service.created,
             vocab_size=service.model.config.vocab_size,
             state_bytes=service.state_bytes,
+            state_bytes_per_token=service.state_bytes_per_token,
             max_tokens=service.limits.max_tokens,
         )
         self._service = service

@@ -75,7 +75,9 @@ class Service:
         self.metrics = Metrics()
         self.created = int(time.time())
         self.open = 0  # number of open requests
-        self.state_bytes = model.init_cache(1).nbytes + model.config.padded_vocab_size * (model.dtype.itemsize + 1) + 16
+        cache_of_row = model.init_cache(1)
+        self.state_bytes = cache_of_row.nbytes + model.config.padded_vocab_size * (model.dtype.itemsize + 1) + 16
+        self.state_bytes_per_token = cache_of_row.bytes_per_step
         self._chat_stop_texts = stop_texts
         self._end_tokens = frozenset(select_end_tokens(tokenizer, model.config.vocab_size))
         self._engine_options = engine or {}
@@ -191,6 +193,8 @@ class Service:
             messages = request.messages
             text = self._render(messages)
             ids = self._tokenize(text, "messages")
+            if lease is not None:  # the text is the whole conversation
+                self.sessions.reserve(lease, len(ids) + request.max_tokens)
 
             def render_reply(reply: str) -> str:
                 conversation = [*messages, {"role": "assistant", "content": reply}]
@@ -200,6 +204,8 @@ class Service:
         if lease is not None:
             (text_or_ids,) = request.prompts
             ids = self._tokenize(text_or_ids, "prompt", may_be_empty=lease.session is not None)
+            tokens_before = 0 if lease.session is None else lease.session.tokens
+            self.sessions.reserve(lease, tokens_before + len(ids) + request.max_tokens)
             return [SessionPrompt(ids, self.cache, segment_len, self.sessions, lease)]
         prompt_class = ScoredPrompt if request.echo and request.logprobs is not None else Prompt
         return [prompt_class(self._tokenize(p, "prompt"), self.cache, segment_len) for p in request.prompts]

@@ -112,7 +112,9 @@ class SessionStore:
         """Open the directory, if one is given."""
         self._cache = cache
         self._limit = limit
-        self._state_bytes = GenerationState.like(model).nbytes
+        empty = GenerationState.like(model)
+        self._state_bytes = empty.nbytes
+        self._bytes_per_token = empty.bytes_per_step
         self._fingerprint = model.fingerprint()
         self.files: StateDirectory | None = None
         if directory is not None:
@@ -165,6 +167,20 @@ class SessionStore:
             with self._lock:
                 self._check_memory(self._state_bytes)
                 lease._reserved = self._state_bytes
+
+    def reserve(self, lease: SessionLease, tokens: int) -> None:
+        """Reserve memory for the session of a lease to grow to this many tokens, if its state grows.
+
+        Raises:
+            SessionLimitError: There is not enough memory.
+        """
+        if self.files is not None or not self._bytes_per_token:
+            return
+        with self._lock:
+            stored = 0 if lease.session is None else lease.session.state.nbytes
+            needed = max(0, self._state_bytes + tokens * self._bytes_per_token - stored)
+            self._check_memory(needed - lease._reserved)
+            lease._reserved = needed
 
     def find(self, name: str) -> Session | None:
         """Return a session, or None if there is no session with this name."""

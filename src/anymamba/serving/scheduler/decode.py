@@ -25,6 +25,7 @@ from anymamba.serving.scheduler.continuation import (
     choose_tokens,
     select_rows,
 )
+from anymamba.serving.scheduler.growing_slots import GrowingSlots
 
 DEFAULT_ROWS = 64
 
@@ -102,6 +103,9 @@ class DecodeSlots:
         self._cache = self._cache.with_tensors(map(enlarge, self._cache.leaves()))
 
 
+Slots = DecodeSlots | GrowingSlots
+
+
 class ActiveRow(NamedTuple):
     """A continuation that is being decoded, its job, and its index among its continuations."""
 
@@ -124,7 +128,7 @@ class DecodeLoop:
     """
 
     def __init__(
-        self, slots: DecodeSlots, tokenizer: Tokenizer, vocab_size: int, outbox: Outbox, is_over: Callable[[Job], bool]
+        self, slots: Slots, tokenizer: Tokenizer, vocab_size: int, outbox: Outbox, is_over: Callable[[Job], bool]
     ) -> None:
         """Begin with no rows."""
         self.slots = slots

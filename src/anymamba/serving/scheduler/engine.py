@@ -21,7 +21,8 @@ from anymamba.generation.sampling import hash_tokens
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.lm import MambaLM
 from anymamba.serving.scheduler.continuation import Event, Job, Outbox, ShuttingDown
-from anymamba.serving.scheduler.decode import DEFAULT_ROWS, DecodeLoop, DecodeSlots
+from anymamba.serving.scheduler.decode import DEFAULT_ROWS, DecodeLoop, DecodeSlots, Slots
+from anymamba.serving.scheduler.growing_slots import GrowingSlots, has_growing_cache
 from anymamba.serving.scheduler.prefill import PrefillQueue
 
 SEGMENT_LEN = 256
@@ -56,7 +57,8 @@ class Engine:
         self.segment_len = segment_len
         self._stall = stall
         self._outbox = Outbox(deliver)
-        slots = DecodeSlots(model, rows, together)
+        kind = GrowingSlots if has_growing_cache(model) else DecodeSlots
+        slots: Slots = kind(model, rows, together)
         self._decode_loop = DecodeLoop(slots, tokenizer, model.config.vocab_size, self._outbox, self._is_over)
         self._prefill_queue = PrefillQueue(model, segment_len, self._outbox, self._is_over, self._decode_loop.add)
         self._changed = threading.Condition(threading.RLock())

@@ -7,7 +7,7 @@ const SAVED_SETTINGS = [...NUMBERS, "system", "stop"];
 
 let conversation = new Conversation();
 let running = null; // { node, controller } of the reply that is being written
-let stateBytes = 0;
+let stateBytes = 0, bytesPerToken = 0; // of a conversation on the server, and of each of its tokens
 const articles = new Map(); // article of each node
 
 // Settings stay in the browser for good, the server's key while the tab is open.
@@ -34,9 +34,10 @@ function bytes(n) {
 }
 
 // Show the memory of the conversation on the server; phones hide the rest of the text.
-function showMemory(rest) {
+function showMemory(tokens) {
   if (!stateBytes) return;
-  $("memory").replaceChildren(bytes(stateBytes), make("span", "rest", ` ${rest}`));
+  const rest = tokens ? `for ${tokens.toLocaleString("en")} tokens` : bytesPerToken ? "and more per token" : "at any length";
+  $("memory").replaceChildren(bytes(stateBytes + bytesPerToken * tokens), make("span", "rest", ` ${rest}`));
   $("memory").hidden = false;
 }
 
@@ -176,7 +177,7 @@ async function write(parent) {
   if (usage) {
     const cached = usage.prompt_tokens_details.cached_tokens;
     stats.push(`read ${usage.prompt_tokens - cached}, remembered ${cached}`);
-    showMemory(`for ${(usage.total_tokens).toLocaleString("en")} tokens`);
+    showMemory(usage.total_tokens);
   } else if (controller.signal.aborted) stats.push("stopped");
   node.stats = stats.join(" · ");
   running = null;
@@ -220,7 +221,8 @@ async function greet() {
     $("model").textContent = document.title = model.id;
     $("max_tokens").max = model.max_tokens;
     stateBytes = model.state_bytes;
-    showMemory("at any length");
+    bytesPerToken = model.state_bytes_per_token;
+    showMemory(0);
     notice("");
   } catch (error) {
     notice(error.status === 401 ? "This server requires a key. Enter it in the settings." : error.message);
@@ -248,7 +250,7 @@ $("settings").addEventListener("submit", (event) => event.preventDefault());
 $("new").addEventListener("click", () => {
   stop();
   conversation = new Conversation();
-  showMemory("at any length");
+  showMemory(0);
   draw();
   $("input").focus();
 });
