@@ -103,26 +103,37 @@ def compile_launch(description, target):
         diagnostics = (problem + written.read()).strip()
     if problem:
         return 0, 0, 0, diagnostics
-    registers, spilled = measure_cuda(binary) if target.backend == "cuda" else measure_hip(binary)
+    registers, spilled = measure_cuda(binary, target.arch) if target.backend == "cuda" else measure_hip(binary)
     return registers, spilled, binary.metadata.shared, diagnostics
 
 
-def measure_cuda(binary):
-    """Return registers per thread and bytes of the stack, where spilled ones go."""
+def measure_cuda(binary, arch):
+    """Return registers per thread and bytes of spilled ones."""
     from triton import knobs
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(binary.asm["cubin"])
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "kernel.cubin")
+        file.write_bytes(binary.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(file)]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return tuple(int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK"))
+        registers, stack = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK"))
+        if not stack:
+            return registers, 0
+        # The stack also holds what sines and cosines need: the assembler tells the two apart.
+        file = file.with_suffix(".ptx")
+        file.write_text(binary.asm["ptx"])
+        assembler = knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
+        name = re.search(r"\.target (\w+)", binary.asm["ptx"])[1]
+        command = [assembler.path, "-v", f"--gpu-name={name}", str(file), "-o", os.devnull]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return registers, int(re.search(r"(\d+) bytes spill stores", report)[1])
 
 
 def measure_hip(binary):
-    """Return vector registers per thread and spilled bytes."""
+    """Return vector registers per thread and bytes of spilled ones; scalar registers spill into vector ones."""
     text = binary.asm["amdgcn"]
     fields = {name: int(number) for name, number in re.findall(r"\.(\w+_count): +(\d+)", text)}
-    return fields["vgpr_count"], 4 * (fields["vgpr_spill_count"] + fields["sgpr_spill_count"])
+    return fields["vgpr_count"], 4 * fields["vgpr_spill_count"]
 
 
 def check(task):

@@ -62,3 +62,35 @@ def ssd_130m(dtype):
 def ssd_1_3b(dtype):
     """Return Mamba-2's scan of 64 heads."""
     return "ssd", ssd_inputs(64, 128, dtype)
+
+
+@case("selective scan of mamba-130m")
+def selective_130m(dtype, b=2, t=2048, i=1536, n=16):
+    """Return Mamba-1's scan of 1536 channels."""
+    x, z = empty(dtype, b, t, i), empty(dtype, b, t, i)
+    keys = [empty(dtype, b, t, n) for _ in range(2)]
+    state = wide(b, i, n)
+    return "selective_scan", (x, wide(b, t, i), wide(i, n), *keys, wide(i), z, state, None, None, "fastest")
+
+
+def rotated_inputs(dtype, r, rotation, b=2, t=2048, h=24, p=64, n=128):
+    """Return the inputs of Mamba-3's scan; half of the state rotates."""
+    keys = [empty(dtype, b, t, r, 1, n) for _ in range(2)]
+    biases = [wide(h, r, n) for _ in range(2)]
+    steps = [wide(b, t, n // 4), *(wide(b, t, h) for _ in range(4))]
+    weight = None if r == 1 else wide(h, r, p)
+    states = wide(b, h, p, n), wide(b, h, n // 4)
+    options = rotation, None, None, None, "fastest", "single"
+    return empty(dtype, b, t, h, p), *keys, *biases, *steps, wide(h), weight, *states, *options
+
+
+@case("mamba3-187m, SISO")
+def rotated_siso(dtype):
+    """Return the scan of Mamba-3 with one rank."""
+    return "rotated_trapezoid_scan", rotated_inputs(dtype, 1, "interleaved")
+
+
+@case("mamba3-187m, MIMO of rank 4")
+def rotated_mimo(dtype):
+    """Return the scan of Mamba-3 with four ranks."""
+    return "rotated_trapezoid_scan", rotated_inputs(dtype, 4, "halves")

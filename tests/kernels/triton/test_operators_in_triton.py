@@ -59,7 +59,9 @@ def test_an_operator_runs_on_triton_here(operator):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("operator", _MODULES)
 def test_values_and_gradients_equal_the_portable_code_in_float64(operator, dtype):
-    compare(operator, kernel_of(operator).examples(CPU, dtype), FLOOR[dtype])
+    # Mamba-3's values, rotated keys and rotated queries are rounded to half precision before the scan.
+    roundings = 2 if operator == "rotated_trapezoid_scan" and dtype.itemsize == 2 else 1
+    compare(operator, kernel_of(operator).examples(CPU, dtype), roundings * FLOOR[dtype])
 
 
 def draw(b, t, r, h, p, g, n):

@@ -13,8 +13,10 @@ Reading order:
 2. `launch.py`: how a kernel is launched, or recorded, so that it can be compiled for a GPU that is not there.
 3. `block_sizes.py`: the sizes of blocks by architecture. Nothing is tuned at run time, so that bits do not change.
 4. `tiles.py`: functions that several kernels share: chunks of time, decays, products in a given precision.
-5. `chunk_states.py`, `chunk_outputs.py`, `chunk_gradients.py`: the scan's kernels. `ssd_operators.py`: the operators.
-6. `first_use.py`: the comparison with the portable code.
+5. `chunk_states.py`, `chunk_outputs.py`, `chunk_gradients.py`: the scan's kernels. `ssd_operators.py`: its operators.
+6. `angle_kernels.py`, `trapezoid_operator.py`: Mamba-3's rotations, and its scan on the same kernels.
+7. `selective_kernels.py`: Mamba-1's scan. `part_sums.py`: sums of what several programs computed.
+8. `first_use.py`: the comparison with the portable code.
 
 One call, `scan(v, k, q, log_decay)` on a GPU: the registry asks `selection.missing`, which imports `ssd_operators` and
 compares it with the portable code once. Its forward cuts time into chunks and launches three kernels: what each chunk
@@ -27,7 +29,7 @@ Rules for kernels:
 - no size of a block depends on the batch, so a row has the same bits alone, in a batch and packed;
 - states, decays and sums are float32; products of bfloat16 are exact, and what is computed from them is rounded to
   bfloat16 only where it is an operand of a product whose result is an output, not a state;
-- at most 99 KB of shared memory, 64 KB on AMD; `python -m tests.kernels.triton.compile_check` checks it;
+- at most 99 KB of shared memory, 64 KB on AMD; `make compile-triton` checks it;
 - float64 runs under the interpreter only, so that tests compare formulas to 1e-10.
 
 Tests run every kernel on a CPU: `TRITON_INTERPRET=1 ANYMAMBA_KERNELS=triton python -m pytest tests/scan`. Triton's
@@ -35,7 +37,7 @@ interpreter stores bfloat16 as 16-bit integers and multiplies these, so kernels 
 convert to it (`tiles.py`).
 
 To add an operator: a module with the kernels and a `KERNELS` table of `GpuKernel`, its line in `_MODULES` below, tests
-in `tests/kernels/triton/`, and a case in `compile_check.py`.
+in `tests/kernels/triton/`, and a case in `model_shapes.py` there.
 """
 
 import importlib
@@ -46,7 +48,12 @@ from anymamba.core.registry import Implementation, register, register_library, r
 from anymamba.kernels.triton import selection
 
 # The module of each operator.
-_MODULES = {"scan": "ssd_operators", "ssd": "ssd_operators"}
+_MODULES = {
+    "scan": "ssd_operators",
+    "ssd": "ssd_operators",
+    "rotated_trapezoid_scan": "trapezoid_operator",
+    "selective_scan": "selective_kernels",
+}
 
 
 def _implementation(operator: str, module: str) -> Implementation:

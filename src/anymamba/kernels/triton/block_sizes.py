@@ -39,13 +39,30 @@ class Precision(NamedTuple):
 
 MAX_RANK = 32  # MIMO ranks, which is the smallest number of rows
 _DEFAULT = BlockSizes()
-# By kernel, and for an architecture that needs other sizes by (kernel, architecture).
-_SIZES: dict[str | tuple[str, int | str], BlockSizes] = {}
+# By kernel, and by kernel and architecture where it needs others. Under "float32" are all operands of four bytes.
+_SIZES: dict[str, dict[str | tuple[str, int | str], BlockSizes]] = {
+    "bfloat16": {
+        "write_outputs": BlockSizes(num_warps=8),
+        "write_value_gradients": BlockSizes(num_warps=8),
+        "write_key_query_gradients": BlockSizes(width=32, state=32, num_warps=8, num_stages=1),
+        ("add_chunk_states", "gfx1100"): BlockSizes(width=32, state=32, num_stages=1),
+        ("add_chunk_states", "gfx1201"): BlockSizes(num_warps=8, num_stages=1),
+    },
+    "float32": {
+        "add_chunk_states": BlockSizes(width=32, state=32, num_warps=4, num_stages=1),
+        "write_outputs": BlockSizes(width=32, state=32, num_warps=8, num_stages=1),
+        "write_value_gradients": BlockSizes(width=32, state=32, num_warps=8, num_stages=1),
+        "write_key_query_gradients": BlockSizes(width=32, state=32, num_warps=8, num_stages=1),
+    },
+}
 
 
-def block_sizes(kernel: str, target: Target) -> BlockSizes:
-    """Return the sizes for a kernel on an architecture."""
-    return _SIZES.get((kernel, target.arch), _SIZES.get(kernel, _DEFAULT))
+def block_sizes(kernel: str, target: Target, dtype: torch.dtype) -> BlockSizes:
+    """Return the sizes for a kernel on an architecture, for inputs of `dtype`."""
+    if target.backend == "cpu":
+        return _DEFAULT
+    sizes = _SIZES["bfloat16" if dtype == torch.bfloat16 else "float32"]
+    return sizes.get((kernel, target.arch), sizes.get(kernel, _DEFAULT))
 
 
 def precision(dtype: torch.dtype, target: Target) -> Precision:
@@ -67,7 +84,7 @@ def precision(dtype: torch.dtype, target: Target) -> Precision:
 
 def chunk_rows(dtype: torch.dtype, target: Target) -> int:
     """Return the most steps times MIMO ranks of a chunk: fewer where operands take twice the registers."""
-    return 32 if target.backend != "cpu" and (dtype == torch.float32 or target.arch == "gfx1100") else 64
+    return 32 if target.backend != "cpu" and (dtype != torch.bfloat16 or target.arch == "gfx1100") else 64
 
 
 def fit(size: int, largest: int) -> int:

@@ -19,6 +19,7 @@ from anymamba.kernels.triton.chunk_gradients import write_key_query_gradients, w
 from anymamba.kernels.triton.chunk_outputs import write_outputs
 from anymamba.kernels.triton.chunk_states import add_chunk_states, pass_states
 from anymamba.kernels.triton.launch import launch, row_major, target_of
+from anymamba.kernels.triton.part_sums import add_parts
 from anymamba.kernels.triton.selection import GpuKernel
 
 _HEADS_PER_SLICE = 8  # whose gradients of keys and queries one program adds up
@@ -122,15 +123,18 @@ class ChunkedScan:
         )
         return y.view(self.shape), final_state
 
-    def backward(self, dy: Tensor, dfinal_state: Tensor) -> dict[str, Tensor]:
-        """Return the gradients by name, those of heads' weights as (b, t, h) and of the skip as (h, p)."""
+    def backward(self, dy: Tensor, dfinal_state: Tensor, *, key_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return the gradients by name, those of heads' weights as (b, t, h) and of the skip as (h, p).
+
+        Those of keys and queries have `key_dtype`, by default that of keys and queries.
+        """
         b, t = self.shape[:2]
         dy = row_major(dy).flatten(0, 1)
         entering, _ = self._entering_states()
         leaving, totals = self._chunk_states(dy, self.q, None, to_end=False)
         dinitial_state = self._pass(leaving, totals, dfinal_state.contiguous(), reverse=True)
         dv, dskip = self._value_gradients(dy, leaving)
-        grads = self._key_query_gradients(dy, entering, leaving)
+        grads = self._key_query_gradients(dy, entering, leaving, key_dtype or self.dtype)
         grads = {name: x.view(b, t, *x.shape[1:]) for name, x in {**grads, "dv": dv}.items()}
         grads["dinitial_state"] = dinitial_state
         return grads if dskip is None else {**grads, "dskip": dskip}
@@ -211,12 +215,14 @@ class ChunkedScan:
         )
         return dv, None if dskip is None else dskip.sum(0)
 
-    def _key_query_gradients(self, dy: Tensor, entering: Tensor, leaving: Tensor) -> dict[str, Tensor]:
+    def _key_query_gradients(
+        self, dy: Tensor, entering: Tensor, leaving: Tensor, key_dtype: torch.dtype
+    ) -> dict[str, Tensor]:
         """Return the gradients of k, q, the log-decays and the weights, with tokens as their first axis."""
         sizes = self._sizes("write_key_query_gradients")
         slices, tiles = -(-(self.heads // self.groups) // _HEADS_PER_SLICE), -(-self.state // sizes.state)
         # Parts of a sum are in the dtype of states; a sum of one part is in its own.
-        dtype = self.dtype if slices == 1 else self.acc_dtype
+        dtype = key_dtype if slices == 1 else self.acc_dtype
         dk, dq = (self.v.new_empty((slices, *x.shape), dtype=dtype) for x in (self.k, self.q))
         da = entering.new_empty((tiles, self.tokens, self.heads))
         by_rank = (tiles, self.tokens, self.rank, self.heads)
@@ -248,16 +254,16 @@ class ChunkedScan:
             HEADS=_HEADS_PER_SLICE,
             **self._constants(sizes),
         )
-        grads = {"dk": _add_parts(dk).to(self.dtype), "dq": _add_parts(dq).to(self.dtype), "dlog_decay": _add_parts(da)}
+        grads = {"dk": add_parts(dk, key_dtype), "dq": add_parts(dq, key_dtype), "dlog_decay": add_parts(da)}
         for name, parts in (("dscale", dscale), ("ddiagonal", ddiagonal)):
             if parts is not None:
-                by_rank_trh = _add_parts(parts)
+                by_rank_trh = add_parts(parts)
                 grads[name] = by_rank_trh[:, 0] if self.rank == 1 else by_rank_trh.sum(1)
         return grads
 
     def _sizes(self, kernel: str) -> BlockSizes:
         """Return the sizes of blocks, no larger than these inputs need."""
-        sizes = block_sizes(kernel, self.target)
+        sizes = block_sizes(kernel, self.target, self.dtype)
         return sizes._replace(width=fit(self.width, sizes.width), state=fit(self.state, sizes.state))
 
     def _counts(self) -> tuple[int, ...]:
@@ -290,14 +296,6 @@ class ChunkedScan:
             "num_warps": sizes.num_warps,
             "num_stages": sizes.num_stages,
         }
-
-
-def _add_parts(parts: Tensor) -> Tensor:
-    """Sum over the first axis, in one order whatever the other axes are."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
 
 
 def _is_empty(v: Tensor, state: Tensor) -> bool:
