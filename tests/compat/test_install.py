@@ -77,7 +77,7 @@ def test_names_that_are_not_there_say_so(stand_in):
     import mamba_ssm
 
     for code, name in (
-        ("from mamba_ssm.modules.mha import MHA", "mamba_ssm.modules.mha"),
+        ("from mamba_ssm.utils.determinism import autotune_configs", "mamba_ssm.utils.determinism"),
         ("from mamba_ssm.ops.triton.ssd_combined import ssd_selective_scan", "mamba_ssm.ops.triton.ssd_combined.ssd_s"),
         ("import mamba_ssm.distributed", "mamba_ssm.distributed"),
         ("from causal_conv1d import cpp_functions", "causal_conv1d.cpp_functions"),

@@ -192,7 +192,7 @@ def test_what_is_not_there_says_so_by_its_official_name():
     models = importlib.import_module("mamba_ssm.models.mixer_seq_simple")
     with pytest.raises(NotImplementedError, match=r"mamba_ssm\.Mamba2 with a process_group"):
         mamba.Mamba2(16, headdim=8, process_group=object())
-    with pytest.raises(NotImplementedError, match=r"mamba_ssm\.modules\.mha\.MHA: there are no attention layers"):
+    with pytest.raises(TypeError, match="MHA: missing a required argument: 'num_heads'"):
         models.create_block(16, 0, attn_layer_idx=[1], layer_idx=1)
     with pytest.raises(ValueError, match="layer_idx must be given to use inference_params"):
         mamba.Mamba(16)(torch.randn(1, 2, 16), inference_params=params(2))

@@ -254,9 +254,19 @@ class Attention(Block):
         is_fresh = past_kv.shape[1] == 0
         # Fresh rows need no more than the call's own tokens, which may be more than the longest row has.
         k_bsge, v_bsge = (new_kv if is_fresh else kv).unbind(2)
-        options: dict[str, Any] = {"scale": c.softmax_scale, "window": c.window, "softcap": c.softcap}
-        y_bthe = causal_attention(q_bthe, k_bsge, v_bsge, None if is_fresh else begins, **options)
+        y_bthe = self.read_keys(q_bthe, k_bsge, v_bsge, None if is_fresh else begins)
         return y_bthe.flatten(2), kv, after
+
+    def read_keys(
+        self,
+        q: Float[Tensor, "b t h e"],
+        k: Float[Tensor, "b s g e"],
+        v: Float[Tensor, "b s g e"],
+        begins: Int[Tensor, " b"] | None,
+    ) -> Float[Tensor, "b t h e"]:
+        """Attend from rotated queries, the first of each row at position `begins` or 0, to keys from position 0 on."""
+        c: AttentionConfig = self.config
+        return causal_attention(q, k, v, begins, scale=c.softmax_scale, window=c.window, softcap=c.softcap)
 
     def extra_repr(self) -> str:
         """Return the sizes that `print(block)` shows."""

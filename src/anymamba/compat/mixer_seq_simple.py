@@ -19,6 +19,7 @@ from anymamba.checkpoints.empty_model import empty_model
 from anymamba.checkpoints.load import load_model
 from anymamba.checkpoints.open import resolve_source
 from anymamba.compat.generation import GenerationMixin, make_step
+from anymamba.compat.mha import MHA
 from anymamba.compat.mixers import Mamba, Mamba2, Mamba3
 from anymamba.compat.norms import RMSNorm
 from anymamba.compat.residual_block import Block, GatedMLP, fused_add_and_norm
@@ -73,20 +74,22 @@ def create_block(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Block:
-    """Return a residual layer around the block that `ssm_cfg["layer"]` names, Mamba-1 if it names none.
+    """Return a residual layer around attention, if `attn_layer_idx` has the index, or the block of `ssm_cfg`.
+
+    `ssm_cfg["layer"]` names the block, Mamba-1 if it names none.
 
     Raises:
-        NotImplementedError: The layer is an attention layer.
         ValueError: There is no such block.
     """
-    if layer_idx in (attn_layer_idx or []):
-        raise NotImplementedError("mamba_ssm.modules.mha.MHA: there are no attention layers")
-    options = dict(ssm_cfg or {})
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
-    layer = options.pop("layer", "Mamba1")
-    if layer not in _MIXERS:
-        raise ValueError(f'ssm_cfg["layer"] must be one of {", ".join(_MIXERS)}, got {layer!r}')
-    mixer = partial(_MIXERS[layer], layer_idx=layer_idx, **options, **factory)
+    if layer_idx in (attn_layer_idx or []):
+        mixer = partial(MHA, layer_idx=layer_idx, **(attn_cfg or {}), **factory)
+    else:
+        options = dict(ssm_cfg or {})
+        layer = options.pop("layer", "Mamba1")
+        if layer not in _MIXERS:
+            raise ValueError(f'ssm_cfg["layer"] must be one of {", ".join(_MIXERS)}, got {layer!r}')
+        mixer = partial(_MIXERS[layer], layer_idx=layer_idx, **options, **factory)
     norm = partial(RMSNorm if rms_norm else nn.LayerNorm, eps=norm_epsilon, **factory)
     mlp = partial(GatedMLP, hidden_features=d_intermediate, out_features=d_model, **factory)
     block = Block(d_model, mixer, mlp if d_intermediate else nn.Identity, norm, fused_add_norm, residual_in_fp32)
@@ -160,7 +163,13 @@ class MixerModel(nn.Module):
         if self.embedding.weight.device.type != "meta":
             sizes: dict[str, Any] = {"d_model": d_model, "n_layer": n_layer, "d_intermediate": d_intermediate}
             config = MambaLMConfig(
-                **sizes, vocab_size=vocab_size, ssm_cfg=ssm_cfg or {}, rms_norm=rms_norm, pad_vocab_size_multiple=1
+                **sizes,
+                vocab_size=vocab_size,
+                ssm_cfg=ssm_cfg or {},
+                attn_layer_idx=list(attn_layer_idx or []),
+                attn_cfg={name: value for name, value in (attn_cfg or {}).items() if name != "causal"},
+                rms_norm=rms_norm,
+                pad_vocab_size_multiple=1,
             )
             self.load_state_dict(MambaLM(config, **factory).backbone.state_dict())
             if initializer_cfg:
@@ -309,12 +318,16 @@ _KNOWN_MODULES = (
     Mamba,
     Mamba2,
     Mamba3,
+    MHA,
 )
 
 
 def _is_unmodified(model: MambaLMHeadModel) -> bool:
     """Return whether the model computes what its parameters define: known modules outside of blocks, and no hooks."""
-    inner = tuple(module for layer in model.backbone.layers for module in layer.mixer.modules())  # type: ignore[union-attr]
+    mixers = [layer.mixer for layer in model.backbone.layers]
+    if any(isinstance(mixer, MHA) and not mixer.causal for mixer in mixers):
+        return False
+    inner = tuple(module for mixer in mixers for module in mixer.modules())  # type: ignore[union-attr]
     known = (*_KNOWN_MODULES, nn.Linear, nn.Embedding)
     for module in model.modules():
         if module._forward_hooks or module._forward_pre_hooks:
