@@ -82,6 +82,23 @@ class TestGenerate:
         assert (code, out) == (0, continuation(model, b"Hello", 12) + "\n")
         assert re.search(r"read 5 tokens \([\d.]+/s\), wrote 12 tokens \([\d.]+/s\)", err)
 
+    def test_drafts_do_not_change_the_text(self, run, model, tmp_path):
+        flags = ("generate", model, "--prompt", "Hello", "--max-new-tokens", 12, "--seed", 1)
+        expected = run(*flags)[1]
+        for speculate in ("lookup", model, "off"):
+            code, out, err = run(*flags, "--speculate", speculate)
+            assert (code, out) == (0, expected)
+            assert bool(re.search(r"\(\d+ of \d+ drafted ones accepted\)", err)) == (speculate != "off")
+        (tmp_path / "prompts").write_text("Hello\nGoodbye\n")
+        file = ("generate", model, "--prompts", tmp_path / "prompts", "--max-new-tokens", 12, "--seed", 1)
+        assert run(*file, "--speculate", "lookup")[1] == run(*file)[1]
+
+    def test_a_draft_model_has_the_same_vocabulary(self, run, model, tmp_path):
+        MambaLM(d_model=16, n_layer=1, vocab_size=300).save_pretrained(tmp_path)
+        code, _, err = run("generate", model, "--prompt", "Hello", "--speculate", tmp_path)
+        assert code == 2
+        assert "a draft model must have the vocabulary of the model" in err
+
     def test_a_prompt_comes_from_a_file_or_stdin(self, run, model, tmp_path):
         (tmp_path / "prompt").write_bytes(b"Gr\xc3\xbc\xff")
         expected = continuation(model, b"Gr\xc3\xbc\xff", 9) + "\n"

@@ -8,7 +8,7 @@ import io
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import torch
 
@@ -19,6 +19,7 @@ from anymamba.cli.options import check_at_least
 from anymamba.core.dtypes import parse_device
 from anymamba.generation.chat import ChatTemplate
 from anymamba.generation.detect_activation import detect_activation
+from anymamba.generation.speculation import parse_speculation
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 from anymamba.models.config import warn_if_ambiguous
 from anymamba.models.lm import MambaLM
@@ -36,6 +37,19 @@ def load(args: argparse.Namespace) -> tuple[MambaLM, Tokenizer]:
     tokenizer = load_tokenizer(args.tokenizer, directory, model.config.padded_vocab_size)
     report_activation(model, tokenizer)
     return model, tokenizer
+
+
+def load_draft(args: argparse.Namespace, model: MambaLM) -> Literal["lookup"] | MambaLM | None:
+    """Return where --speculate takes drafts from; None for nowhere."""
+    if args.speculate in ("off", "lookup"):
+        return "lookup" if args.speculate == "lookup" else None
+    dtype = DTYPES.get(args.dtype)
+    draft = load_model(resolve_source(args.speculate), dtype=dtype, device=model.device, weights=args.weights)
+    try:
+        parse_speculation(draft, model)
+    except ValueError as error:
+        raise ValueError(f"--speculate {args.speculate}: {error}") from error
+    return draft
 
 
 def set_threads(args: argparse.Namespace) -> None:

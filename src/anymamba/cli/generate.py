@@ -22,6 +22,7 @@ from anymamba.cli.common import (
     decode_text,
     load,
     load_chat_template,
+    load_draft,
     read_file,
     read_system_message,
     read_text,
@@ -122,12 +123,16 @@ class GrowingText:
         self.state = state  # after the last turn, if it will be needed
         self.was_interrupted = False  # the last turn was ended by Ctrl-C
         self.is_intact = True  # no turn was cut off within a token
+        self._draft = load_draft(args, model)
+        self._history: list[int] = []  # the tokens of this text so far
         self._end_tokens = [] if args.ignore_end else select_end_tokens(tokenizer, model.config.vocab_size)
         self._stop_texts: list[str] = args.stop
         self._tokens_read = 0
         self._tokens_written = 0
         self._seconds_reading = 0.0
         self._seconds_writing = 0.0
+        self._tokens_drafted = 0
+        self._tokens_accepted = 0
 
     def take_turn(self, prompt: str) -> None:
         """Read the prompt and print the continuation; an interrupt ends the turn after a whole token."""
@@ -144,15 +149,20 @@ class GrowingText:
         # 1) Read the prompt.
         start_time = perf_counter()
         self.is_intact = False
+        if self.state is None:
+            self._history = []
         tokens = stream(
             self.model,
             torch.tensor([ids]) if ids else None,
             self.args.max_new_tokens,
             stop=self._end_tokens,
             cache=self.state,
+            speculate=self._draft,
+            history=[self._history],
             **_sampling_options(self.args),
         )
         self._tokens_read += len(ids)
+        self._history += ids
         self._seconds_reading += perf_counter() - start_time
         # 2) Write. A process that handles or ignores Ctrl-C in its own way keeps doing so.
         start_time = perf_counter()
@@ -169,6 +179,9 @@ class GrowingText:
                 self.is_intact = True
             finally:
                 self._seconds_writing += perf_counter() - start_time
+                self._tokens_drafted += tokens.drafted
+                self._tokens_accepted += tokens.accepted
+                self._history += builder.tokens
                 print(flush=True)
             self.was_interrupted = was_interrupted()
         return builder
@@ -190,9 +203,10 @@ class GrowingText:
         """Print tokens per second to stderr."""
         read_speed = self._tokens_read / max(self._seconds_reading, 1e-9)
         write_speed = self._tokens_written / max(self._seconds_writing, 1e-9)
+        drafted = f" ({self._tokens_accepted} of {self._tokens_drafted} drafted ones accepted)" if self._draft else ""
         print(
-            f"read {self._tokens_read} tokens ({read_speed:.1f}/s), "
-            f"wrote {self._tokens_written} tokens ({write_speed:.1f}/s), on {describe_device(self.model.device)}",
+            f"read {self._tokens_read} tokens ({read_speed:.1f}/s), wrote {self._tokens_written} tokens "
+            f"({write_speed:.1f}/s){drafted}, on {describe_device(self.model.device)}",
             file=sys.stderr,
         )
 
@@ -257,6 +271,7 @@ def _complete_file(args: argparse.Namespace) -> None:
             ignore_end=args.ignore_end,
             add_special_tokens=args.special_tokens and template is None,
             batch_size=args.batch_size,
+            speculate=load_draft(args, model),
             **_sampling_options(args),
         ):
             printer.add(batch)

@@ -172,6 +172,13 @@ def add_generate(commands: Any) -> None:
     )
     parser.add_argument("--repetition-penalty", **number("R"), default=1.0, help="above 1, make repetition less likely")
     parser.add_argument("--seed", **integer(), help="sample with this random seed; the same seed gives the same text")
+    parser.add_argument(
+        "--speculate",
+        metavar="lookup|MODEL|off",
+        default="off",
+        help="draft tokens, which the model reads together with the last one, and keep those that it chooses itself: "
+        "from earlier parts of the text, or with a smaller model; the text stays the same (default: %(default)s)",
+    )
     parser.add_argument("--stop", **repeatable("TEXT"), help="stop before TEXT; repeatable")
     parser.add_argument("--ignore-end", action="store_true", help="continue after the tokenizer's end token")
     parser.add_argument("--load-state", metavar="FILE", help="continue from a saved state")

@@ -6,6 +6,7 @@ Files in reading order:
 - prefill.py: prompts become states, segment by segment.
 - decoder.py: one step of the model, compiled where kernels cover it.
 - sampling.py: logits become tokens.
+- speculation.py: drafts of the next tokens, which the model reads together with the last one.
 - generate.py: the loop around these three, `TokenStream`; `stream` and `generate`.
 - tokenizers.py, tokenizer_limits.py: texts become tokens and back.
 - completion.py: the tokens of a row become its text, up to an end token, a stop text or a number of tokens.
@@ -35,6 +36,8 @@ from anymamba.generation.prefill import prefill as prefill
 from anymamba.generation.sampling import Sampling as Sampling
 from anymamba.generation.scoring import TextScore as TextScore
 from anymamba.generation.scoring import score_text as score_text
+from anymamba.generation.speculation import Drafter as Drafter
+from anymamba.generation.speculation import Speculation as Speculation
 from anymamba.generation.state import GenerationState as GenerationState
 from anymamba.generation.tokenizers import ByteTokenizer as ByteTokenizer
 from anymamba.generation.tokenizers import FileTokenizer as FileTokenizer

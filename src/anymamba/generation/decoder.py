@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anymamba.core.dtypes import state_dtype
-from anymamba.kernels.compiled_step import StepSource, compiled_step, forget_steps, usable_step
+from anymamba.kernels.compiled_step import StepSource, compiled_step, forget_steps, may_run, usable_step
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 from anymamba.models.token_window import TokenWindow, check_window, unroll_window
@@ -69,8 +69,11 @@ class Decoder:
         return self.model.step(input_ids, cache)
 
     @property
+    @torch.no_grad()
     def window_reason(self) -> str:
-        """Return why `step_window` takes one token at a time; empty where it reads the weights once."""
+        """Why `step_window` takes one token at a time; empty where it reads the weights once."""
+        if not may_run(self.model, (torch.empty(0, device=self.model.device),)):
+            return "kernels are switched off, or something such as autocast needs the modules"
         return compiled_step(self.model, self._window_source, _WINDOW).reason
 
     @torch.no_grad()

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import operator
 import secrets
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from anymamba.core.operators import has_no_hooks
 from anymamba.generation.decoder import Decoder
-from anymamba.generation.prefill import SEGMENT_LEN, prefill
+from anymamba.generation.prefill import SEGMENT_LEN, prefill, split_prompts
 from anymamba.generation.sampling import Sampling, check_integer, draw_uniform, sample_tokens, split_keys
+from anymamba.generation.speculation import Drafter, Speculation, SpeculativeReader, make_drafter, parse_speculation
 from anymamba.generation.state import GenerationState
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
@@ -33,11 +35,15 @@ class Generation(NamedTuple):
         tokens: Token ids (b, n), 0 after the end of rows that stopped early.
         lengths: Number of tokens of each row that count, including the stop token (b,).
         state: State to continue from, if requested.
+        drafted: Number of tokens that speculation drafted.
+        accepted: Number of these that the model chose itself.
     """
 
     tokens: Int[Tensor, "b n"]
     lengths: Int[Tensor, " b"]
     state: GenerationState | None
+    drafted: int = 0
+    accepted: int = 0
 
     def rows(self) -> list[list[int]]:
         """Return the tokens of each row, without the padding after its end."""
@@ -70,8 +76,13 @@ class TokenStream:
         sampling: Sampling,
         stop: list[tuple[int, ...]],
         owns_state: bool = False,
+        speculation: Speculation | None = None,
+        history: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Start from a state, which steps may overwrite if nothing else uses it (`owns_state`)."""
+        """Start from a state, which steps may overwrite if nothing else uses it (`owns_state`).
+
+        With a `speculation`, `history` has the tokens of each row so far, for drafts.
+        """
         self._model = model
         self._decoder = Decoder(model)
         self._sampling = sampling
@@ -89,6 +100,11 @@ class TokenStream:
         self._last_tokens: dict[int, tuple[int, ...]] = dict.fromkeys(self._rows, ())  # as many as a stop sequence has
         self._token_counts: dict[int, Counter[int]] = {row: Counter() for row in self._rows}
         self._stopped: list[_StoppedRows] = []
+        # Reads drafts together with the pending tokens; `_state` then has the cache before them.
+        self._reader: SpeculativeReader | None = None
+        if speculation is not None:
+            drafter = make_drafter(speculation.draft, history, sampling, self._seed)
+            self._reader = SpeculativeReader(self._decoder, drafter, speculation.window)
 
     def __iter__(self) -> Iterator[list[int | None]]:
         """Return the stream itself."""
@@ -113,6 +129,16 @@ class TokenStream:
         return tokens
 
     @property
+    def drafted(self) -> int:
+        """Number of tokens that speculation drafted so far."""
+        return 0 if self._reader is None else self._reader.drafted
+
+    @property
+    def accepted(self) -> int:
+        """Number of drafted tokens that the model chose itself."""
+        return 0 if self._reader is None else self._reader.accepted
+
+    @property
     @torch.no_grad()
     def state(self) -> GenerationState:
         """Return the state of the rows after the tokens returned so far.
@@ -125,6 +151,7 @@ class TokenStream:
         # 1) The model reads the last tokens of the rows that continue. The state leaves this stream, so that the next
         #    step may not overwrite it.
         self._feed_pending()
+        self._close_window()
         self._owns_state = False
         # 2) It reads the last tokens of the rows that have stopped since the last call, all of them in one step.
         self._feed_stopped()
@@ -147,9 +174,19 @@ class TokenStream:
     def _feed_pending(self) -> None:
         """Let the model read the tokens of the last step."""
         if self._pending is not None and self._rows:
-            self._state = _advance(self._decoder, self._state, self._pending, in_place=self._owns_state)
-            self._owns_state = True
+            if self._reader is not None:
+                most = max(1, self._steps_left)
+                read = self._reader.advance(self._state, self._pending, most, in_place=self._owns_state)
+                self._state, self._owns_state = read
+            else:
+                self._state = _advance(self._decoder, self._state, self._pending, in_place=self._owns_state)
+                self._owns_state = True
         self._pending = None
+
+    def _close_window(self) -> None:
+        """Bring the cache to the tokens read so far, if drafts were read with them."""
+        if self._reader is not None:
+            self._state, self._owns_state = self._reader.close_window(self._state, in_place=self._owns_state)
 
     def _feed_stopped(self) -> None:
         """Let the model read the last tokens of rows that have stopped."""
@@ -181,6 +218,8 @@ class TokenStream:
             tokens[row] = token
             if self._sampling.needs_token_counts:
                 self._token_counts[row][token] += 1
+        if self._reader is not None:
+            self._reader.note_tokens(self._pending.tolist())
         return tokens
 
     def _set_stopped_aside(self, tokens: list[int | None]) -> None:
@@ -195,6 +234,9 @@ class TokenStream:
             last = self._last_tokens[row] = (*self._last_tokens[row], token)[-self._longest_stop :]
             (stopping if any(last[-len(stop) :] == stop for stop in self._stop) else continuing).append(i)
         if stopping:
+            self._close_window()
+            if self._reader is not None:
+                self._reader.keep_rows(continuing)
             rows = [self._rows[i] for i in stopping]
             self._stopped.append(_StoppedRows(rows, self._state.rows(stopping), self._pending[stopping]))
             self._rows = [self._rows[i] for i in continuing]
@@ -205,8 +247,7 @@ class TokenStream:
 def _advance(decoder: Decoder, state: GenerationState, tokens: Tensor, *, in_place: bool = False) -> GenerationState:
     """Return the state after one more token per row."""
     logits, cache = decoder.step(tokens.to(decoder.model.device), state.cache, in_place=in_place)
-    seen = state.seen.scatter(1, tokens.unsqueeze(1), True)
-    return GenerationState(cache, logits, seen, state.keys, state.counts + 1)
+    return state.after_tokens(tokens, logits, cache)
 
 
 def stream(
@@ -218,6 +259,8 @@ def stream(
     mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
     cache: LMCache | GenerationState | None = None,
     segment_len: int = SEGMENT_LEN,
+    speculate: Literal["lookup"] | MambaLM | Drafter | Speculation | None = None,
+    history: Sequence[Sequence[int]] | None = None,
     **sampling: Any,
 ) -> TokenStream:
     """Continue token sequences, one token at a time. Prompts are read before this returns.
@@ -231,6 +274,10 @@ def stream(
             rows that are padded at the end.
         cache: What the rows continue from: a cache of the model, or the state of an earlier generation.
         segment_len: Number of tokens of a prompt computed at once.
+        speculate: Where drafts of the next tokens come from, which the model reads together with the last token; the
+            tokens are the same, to the bit. "lookup": what followed the last tokens earlier in the text. A language
+            model with the same vocabulary: what it writes. A `Speculation` has further options.
+        history: Tokens of each row before those that this call reads, for drafts.
         sampling: How tokens are chosen: temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
             frequency_penalty, logit_bias and seed, the fields of `anymamba.generation.Sampling`; greedy by default.
 
@@ -247,15 +294,31 @@ def stream(
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     sequences = _parse_stop(stop, model.config.vocab_size)
+    speculation = parse_speculation(speculate, model)
     # 2) Read the prompts.
     state = prefill(model, input_ids, cache, mask=mask, segment_len=segment_len)
+    texts = [list(row) for row in history] if history is not None else [[] for _ in range(state.batch_size)]
+    if len(texts) != state.batch_size:
+        raise ValueError(f"history must have {state.batch_size} rows, one for each sequence, got {len(texts)}")
+    if speculation is not None and input_ids is not None:
+        texts = [text + row.tolist() for text, row in zip(texts, split_prompts(model, input_ids, mask), strict=True)]
+    if speculation is not None and (reason := Decoder(model).window_reason):
+        warnings.warn(f"speculate has no effect, because the compiled step does not run: {reason}", stacklevel=2)
+        speculation = None
     # 3) Rows with equal prompts draw differently.
     keys = split_keys(state.keys.tolist(), state.counts.tolist())
     state = state._replace(keys=torch.tensor(keys, dtype=torch.int64))
     # 4) No one else holds the cache of a new prefill, so the first step may update it in place.
     owns_state = input_ids is not None and _is_unshared(model, state.cache, cache)
     return TokenStream(
-        model, state, max_new_tokens=max_new_tokens, sampling=options, stop=sequences, owns_state=owns_state
+        model,
+        state,
+        max_new_tokens=max_new_tokens,
+        sampling=options,
+        stop=sequences,
+        owns_state=owns_state,
+        speculation=speculation,
+        history=texts,
     )
 
 
@@ -287,7 +350,8 @@ def generate(
         input_ids: Prompts (b, t); None to continue from a `GenerationState`.
         max_new_tokens: Largest number of tokens for each row.
         return_state: Also return the state of the rows, which costs one more step of the model.
-        options: Further options of `stream`: stop, mask, cache, segment_len, and those of `Sampling`.
+        options: Further options of `stream`: stop, mask, cache, segment_len, speculate, history, and those of
+            `Sampling`.
 
     Returns:
         The tokens (b, n), how many of each row count (b,), and the state of the rows if requested.
@@ -305,6 +369,8 @@ def generate(
         padded.reshape(len(rows), longest).to(model.device),
         lengths.to(model.device),
         tokens.state if return_state else None,
+        tokens.drafted,
+        tokens.accepted,
     )
 
 

@@ -105,7 +105,8 @@ class Pipeline:
             add_special_tokens: Whether to begin with the tokens that the tokenizer puts before a text; False for the
                 text of a chat template, which already has them.
             batch_size: Number of rows computed together. Without compiled kernels, it changes results by rounding.
-            **sampling: temperature, top_k, top_p, min_p, repetition_penalty and seed, as for `anymamba.generate`.
+            **sampling: temperature, top_k, top_p, min_p, repetition_penalty, seed and speculate, as for
+                `anymamba.generate`.
 
         Returns:
             A completion; a list of them for a list of prompts; with `n`, a list of `n` in place of each.
@@ -167,7 +168,16 @@ class Pipeline:
             state = prefill(self.model, pad_sequence(ids, batch_first=True), mask=lengths)
             # 2) Copy its state for every sample.
             copies = [row for row, indices in enumerate(batch.values()) for _ in range(n * len(indices))]
-            tokens = stream(self.model, None, max_new_tokens, cache=state.rows(copies), stop=end_tokens, **sampling)
+            prompts_read = list(batch)
+            tokens = stream(
+                self.model,
+                None,
+                max_new_tokens,
+                cache=state.rows(copies),
+                stop=end_tokens,
+                history=[prompts_read[row] for row in copies],
+                **sampling,
+            )
             # 3) Turn tokens into text until every sample has ended.
             builders = [CompletionBuilder(self.tokenizer, end_tokens=end_tokens, stop_texts=stop_texts) for _ in copies]
             self._complete(tokens, builders, logprobs)

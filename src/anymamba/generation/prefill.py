@@ -59,7 +59,7 @@ def prefill(
         if not isinstance(cache, GenerationState):
             raise ValueError("generation needs a prompt (input_ids), or the state of an earlier generation as cache")
         return cache
-    prompts = _split_rows(model, input_ids, mask)
+    prompts = split_prompts(model, input_ids, mask)
     if cache is not None and cache.batch_size != len(prompts):
         raise ValueError(f"the cache must have {len(prompts)} rows, one for each prompt, got {cache.batch_size}")
     if not prompts:
@@ -231,7 +231,7 @@ def _check_cache(cache: object) -> None:
     raise TypeError(f"cache must be a GenerationState or an LMCache, got {type(cache).__name__}{''.join(hints[:1])}")
 
 
-def _split_rows(model: MambaLM, input_ids: Tensor, mask: Tensor | None) -> list[Tensor]:
+def split_prompts(model: MambaLM, input_ids: Tensor, mask: Tensor | None) -> list[Tensor]:
     """Return the real tokens of each row, checked."""
     if not isinstance(input_ids, Tensor):
         raise TypeError(

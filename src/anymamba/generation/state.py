@@ -49,6 +49,11 @@ class GenerationState(_GenerationStateFields, ModelState):
         zero = torch.zeros(1, dtype=torch.int64)
         return cls(model.init_cache(1), logits, seen, zero, zero)
 
+    def after_tokens(self, tokens: Int[Tensor, " b"], logits: Float[Tensor, "b v"], cache: LMCache) -> GenerationState:
+        """Return the state after one more token per row (on the CPU), with the logits and the cache after it."""
+        seen = self.seen.scatter(1, tokens.unsqueeze(1), True)
+        return GenerationState(cache, logits, seen, self.keys, self.counts + 1)
+
     def describe_problem(self) -> str:
         """Return what is wrong: values or a row's largest logit that are not finite, or a negative count."""
         if problem := self.cache.describe_problem():
