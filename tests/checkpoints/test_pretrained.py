@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from anymamba import MambaLM
 from anymamba.checkpoints.open import describe_non_finite_tensors, open_checkpoint
 from anymamba.checkpoints.weight_files import count_non_finite, open_weight_file
-from anymamba.core.io import read_json
+from anymamba.core.io import TensorFileReader, read_json
 from tests.models.cases import FAMILIES, GOLDEN, LM_GOLDENS, codestral_lm, golden, small_lm
 from tests.support import MODEL_FLOOR, assert_near
 
@@ -274,6 +274,19 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_rejected(directory):
             list(file.read_rows(last, dtype, None, 2))
         with pytest.raises(ValueError, match=r"should have \d+ bytes, got \d+: the file was cut short"):
             file.read(last, dtype, mapped=True)
+
+
+def test_values_are_checked_in_copies_of_a_file(directory, monkeypatch):
+    """A view of a file that is cut short at the wrong moment would end the process."""
+    checkpoint, read_into = open_checkpoint(directory), TensorFileReader.read_into
+
+    def cut_and_read(reader, raw, name, begin=0):
+        os.truncate(reader.path, 2**10)
+        read_into(reader, raw, name, begin)
+
+    monkeypatch.setattr(TensorFileReader, "read_into", cut_and_read)
+    with pytest.raises(ValueError, match=r"should have \d+ bytes, got \d+: the file was cut short"):
+        describe_non_finite_tensors(checkpoint)
 
 
 def test_a_mapped_pickle_that_is_cut_short_is_rejected_before_it_is_read(directory):

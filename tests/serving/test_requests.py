@@ -58,7 +58,7 @@ def test_both_forms_of_a_field_are_one():
         (completion, {"repetition_penalty": 1e-40}, "repetition_penalty", "repetition_penalty must be"),
         (completion, {"seed": 2**64}, "seed", "seed must be an integer"),
         (completion, {"logit_bias": {"256": 1}}, "logit_bias", "below 256"),
-        (completion, {"logit_bias": {"1": 101}}, "1", "from -100"),
+        (completion, {"logit_bias": {"1": 101}}, "logit_bias.1", "from -100"),
         (completion, {"stop": ["a"] * 17}, "stop", "up to 16"),
         (completion, {"best_of": 3, "n": 2}, "best_of", "best_of must be equal to n"),
         (completion, {"suffix": "x"}, "suffix", "not supported"),

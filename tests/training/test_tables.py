@@ -8,8 +8,8 @@ import pytest
 from anymamba.training.data.tables import read_tables
 
 
-def write(path, text):
-    path.write_text(text, encoding="utf-8")
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return str(path)
 
 
@@ -109,3 +109,36 @@ def test_arrays_that_cannot_be_used(tmp_path):
     for sources, message in [([], "data.sources must name files"), (["none.csv"], "none.csv: no such file")]:
         with pytest.raises(ValueError, match=message):
             read_tables(sources)
+
+
+def npy_file(shape, content=bytes(64), header="{'descr': '<f4', 'fortran_order': False, 'shape': %s}"):
+    header = (header % shape if "%s" in header else header).encode()
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + content
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        npy_file("(10000000000,)"),
+        npy_file("(1152921504606846976,)"),
+        npy_file("(4294967296, 4294967296)"),
+        npy_file("(0, 1152921504606846976)"),
+        npy_file("(4, 5)"),
+        npy_file("(-1, 4)"),
+        npy_file("(" + "-" * 9000 + "1,)"),
+        npy_file("", header="{" * 9000),
+        b"PK\x03\x04" + bytes(60),
+    ],
+    ids=["more than memory", "2**60", "overflow", "empty and wide", "short", "negative", "signs", "braces", "zip"],
+)
+def test_a_header_that_claims_more_than_the_file_has_takes_no_memory(tmp_path, content):
+    assert read_tables([write(tmp_path / "good.npy", npy_file("(4, 4)"))]).sequences[0].shape == (4, 1)
+    with pytest.raises(ValueError, match=r"not a readable \.npy file of numbers|expected an array") as error:
+        read_tables([write(tmp_path / "a.npy", content)])
+    assert len(str(error.value)) < 300 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("shape", ["()", "(0,)", "(0, 3)"])
+def test_an_array_without_steps_is_rejected(tmp_path, shape):
+    with pytest.raises(ValueError, match=r"expected an array \(t,\)"):
+        read_tables([write(tmp_path / "a.npy", npy_file(shape))], steps=True)

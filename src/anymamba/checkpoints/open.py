@@ -269,7 +269,7 @@ def iter_tensors(
 def describe_non_finite_tensors(checkpoint: Checkpoint) -> str:
     """Return which stored tensors hold values that are not finite, empty if none does; each is read and dropped."""
     dtypes = {name: stored.dtype for name, (_, _, stored) in checkpoint.tensors.items()}
-    return describe_non_finite(iter_tensors(checkpoint, dtypes, mapped=True))
+    return describe_non_finite(iter_tensors(checkpoint, dtypes, mapped=False))
 
 
 @contextmanager

@@ -168,11 +168,12 @@ def _read_logit_bias(body: dict[str, Any], vocab_size: int) -> dict[int, float] 
         expected = "an object with up to 1,024 token ids"
         raise invalid_value("logit_bias", f"logit_bias must be {expected}, got {preview(table)}")
     bias = {}
-    for token in table:
+    for token, value in table.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size):
             expected = f"token ids below {vocab_size}"
             raise invalid_value("logit_bias", f"the keys of logit_bias must be {expected}, got {preview(token)}")
-        bias[int(token)] = read_number(table, token, 0.0, -100.0, 100.0)
+        name = f"logit_bias.{token}"
+        bias[int(token)] = read_number({name: value}, name, 0.0, -100.0, 100.0)
     return bias
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ import numpy as np
 from anymamba.training.data.sources import check_not_utf16
 
 SUFFIXES = (".csv", ".jsonl", ".ndjson", ".npy")
+# What numpy raises for a damaged .npy file; its parser of headers the last two.
+_UNREADABLE = (ValueError, OSError, EOFError, MemoryError, tokenize.TokenError)
 _TEXT_HINT = "; texts are read from .jsonl"
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs"}
 
@@ -251,9 +254,12 @@ def load_array(path: Path) -> np.ndarray:
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     try:
+        with np.errstate(over="ignore"):
+            np.lib.format.open_memmap(path, mode="r")  # compares what the header claims with the bytes there are
         array = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{path}: not a readable .npy file of numbers ({error})") from error
+    except _UNREADABLE as error:
+        reason = str(error)[:200] or "a damaged header"
+        raise ValueError(f"{path}: not a readable .npy file of numbers ({reason})") from error
     if array.dtype.kind in "US":
         return array
     if array.dtype.kind not in "biuf":
@@ -268,14 +274,16 @@ def _read_array(path: Path, targets: list[str], steps: bool) -> Table:
     array = load_array(path)
     if array.dtype.kind in "US":
         raise ValueError(f"{path}: expected numbers, got texts")
-    array = array.astype(np.float64)
-    if steps and array.ndim < 3:
-        array = array.reshape(1, len(array), -1)
-    if array.ndim == 2:
-        array = array[:, :, None]
+    shape = array.shape
+    if array.size:
+        array = array.astype(np.float64)
+        if steps and array.ndim in (1, 2):
+            array = array.reshape(1, len(array), -1)
+        if array.ndim == 2:
+            array = array[:, :, None]
     if array.ndim != 3 or not array.size:
         shapes = "(t,), (t, c) or (n, t, c)" if steps else "(n, t) or (n, t, c)"
-        raise ValueError(f"{path}: expected an array {shapes}, got {array.shape}")
+        raise ValueError(f"{path}: expected an array {shapes}, got {shape}")
     target_values: list[Any] = [[] for _ in array]
     if targets:
         if len(targets) > 1 or not targets[0].endswith(".npy"):
