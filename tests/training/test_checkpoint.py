@@ -17,6 +17,7 @@ from anymamba.training.checkpoint.manifest import Manifest, list_checkpoints, ma
 from anymamba.training.checkpoint.resume import load_latest
 from anymamba.training.checkpoint.saver import Part, Saver
 from anymamba.training.distributed.process_group import World
+from anymamba.training.metrics.loggers import read_metrics
 from tests.training.cases import silent, tiny, write_corpus
 
 
@@ -86,6 +87,27 @@ def test_everything_is_on_the_disk_before_the_name_is_given(trainer, monkeypatch
     trainer.save()
     directory = trainer.directory / "checkpoints"
     assert events[-2:] == [directory / "step-00000007", directory.stat().st_ino]
+
+
+def test_metrics_are_on_the_disk_before_the_checkpoint_that_follows_them(tmp_path, monkeypatch):
+    """A resumed run takes no step again that its checkpoint has, so that nothing would bring back lost rows."""
+    events, run = [], tmp_path / "run"
+
+    def rename(path, target, rename=Path.rename):
+        events.append(target)
+        return rename(path, target)
+
+    def sync(descriptor):
+        table = run / "metrics.csv"
+        if table.exists() and os.fstat(descriptor).st_ino == table.stat().st_ino:
+            events.append(len(read_metrics(table)))
+
+    trainer = create_run(tiny(write_corpus(tmp_path / "corpus"), evaluation={"sample_tokens": 0}), run, silent)
+    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(os, "fsync", sync)
+    assert trainer.run()
+    for step in (2, 4, 6):
+        assert events.index(step) < events.index(run / "checkpoints" / f"step-0000000{step}")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="directories cannot be brought to the disk there")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anymamba.core.dtypes import parse_device
-from anymamba.core.io import run_lock
+from anymamba.core.io import fsync, run_lock
 from anymamba.core.process import catch_signals
 from anymamba.training.checkpoint.manifest import Manifest, make_directory, read_manifest, remove_temporary_files
 from anymamba.training.checkpoint.resume import Reopened, check_no_run, check_unchanged, snapshot_checkpoints
@@ -217,8 +217,12 @@ class Trainer(Generic[T]):
             for log in logs:
                 log.close()
 
+    @property
+    def _metrics_file(self) -> Path:
+        return self.directory / "metrics.csv"
+
     def _open_table(self) -> MetricsTable:
-        return MetricsTable(self.directory / "metrics.csv", self.step, self.task.METRICS)
+        return MetricsTable(self._metrics_file, self.step, self.task.METRICS)
 
     def save(self, *, wait: bool = True) -> None:
         """Write a checkpoint of the current state, unless it has been written.
@@ -267,7 +271,14 @@ class Trainer(Generic[T]):
             carried = freeze(task.carried_tensors(self._carried))
             files |= rank_file("carried", world.dp_rank, world.dp_size, carried)
         write = task.write_model if world.shard_size == 1 else task.write_description
-        return Part(files, lambda directory: write(model, directory) if world.is_main else None)
+
+        def write_rest(directory: Path) -> None:
+            if world.is_main:
+                if self._metrics_file.is_file():  # the rows of steps that no resumed run takes again
+                    fsync(self._metrics_file)
+                write(model, directory)
+
+        return Part(files, write_rest)
 
     def _write_model(self, directory: Path) -> None:
         """Write the whole model; a sharded one is gathered by the main rank."""
