@@ -58,12 +58,29 @@ export async function ask(path, key, options = {}) {
   if (response.ok) return response;
   let message = `The server answered with status ${response.status}.`;
   try {
-    message = (await response.json()).error.message;
+    message = (await response.json()).error.message ?? message;
   } catch { /* not JSON: the status is all there is */ }
   throw new ServerError(response.status, message);
 }
 
-// Request a reply and pass its text to `onText` as it arrives; return the token counts at the end.
+// Return the choice and the token counts of a chunk, each null if there is none.
+function parseChunk(text) {
+  let chunk = null;
+  try {
+    chunk = JSON.parse(text);
+  } catch { /* not JSON: reported below */ }
+  if (chunk?.error) throw new ServerError(0, String(chunk.error.message ?? "The server reported an error."));
+  const choice = chunk?.choices?.[0] ?? null;
+  const usage = chunk?.usage ?? null;
+  const counts = [usage?.prompt_tokens, usage?.total_tokens, usage?.prompt_tokens_details?.cached_tokens];
+  if (!Array.isArray(chunk?.choices) || (choice && !choice.delta) || (usage && !counts.every(Number.isFinite))) {
+    throw new ServerError(0, "The server sent something that is not a part of a reply.");
+  }
+  return { choice, usage };
+}
+
+// Request a reply and pass its text to `onText` as it arrives; return the token counts at the end. A stream that ends
+// early, or holds anything but chunks of a reply, is an error: nobody should take a part of a reply for the whole.
 export async function reply(body, key, signal, onText) {
   const response = await ask("/v1/chat/completions", key, {
     method: "POST",
@@ -74,6 +91,7 @@ export async function reply(body, key, signal, onText) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   let usage = null;
+  let isComplete = false;
   for (;;) {
     const { value, done } = await reader.read();
     if (done) break;
@@ -81,13 +99,13 @@ export async function reply(body, key, signal, onText) {
     const events = buffer.split("\n\n");
     buffer = events.pop();
     for (const event of events) {
-      if (!event.startsWith("data: ") || event === "data: [DONE]") continue;
-      const chunk = JSON.parse(event.slice(6));
-      if (chunk.error) throw new ServerError(0, chunk.error.message);
+      if (event === "data: [DONE]") isComplete = true;
+      if (!event.startsWith("data: ") || isComplete) continue;
+      const chunk = parseChunk(event.slice(6));
       if (chunk.usage) usage = chunk.usage;
-      const choice = chunk.choices[0];
-      if (choice) onText(choice.delta.content ?? "", choice.token_ids?.length ?? 0);
+      if (chunk.choice) onText(String(chunk.choice.delta.content ?? ""), Number(chunk.choice.token_ids?.length ?? 0));
     }
   }
+  if (!isComplete) throw new ServerError(0, "The reply was cut off.");
   return usage;
 }
