@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-kills test-transformers test-versions test-triton test-triton-quick compile-triton test-published test-harness release asan tsan fuzz soak lint format bench figures site clean
+.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-kills test-power-cuts test-transformers test-versions test-triton test-triton-quick compile-triton test-published test-harness release asan tsan fuzz soak lint format bench figures site clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard $(addprefix src/anymamba/kernels/cpu/csrc/,*.h *.cpp */*.h)) src/anymamba/kernels/cpu/schema.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -69,6 +69,11 @@ test-arm:
 KILLS ?= 20
 test-kills: $(VENV)/.installed
 	$(BIN)/python -m tests.training.kills --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+
+# Runs and sessions after a power cut at a random moment, on what a disk may hold then. Needs strace.
+CUTS ?= 100
+test-power-cuts: $(VENV)/.installed
+	$(BIN)/python -m tests.power_cuts --cuts $(CUTS) $(if $(SEED),--seed $(SEED))
 
 # The source distribution and the wheels in dist/, tried in a fresh environment: docs/releasing.md.
 release: $(VENV)/.installed
