@@ -125,6 +125,14 @@ def test_quantizing_while_loading_and_in_memory_give_the_same(tmp_path):
         assert torch.equal(x, quantized.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantizing_weights_of_float64_is_no_loss_to_warn_of(tmp_path, format, recwarn):
+    """A warning would advise another dtype, which keeps no more digits of what is quantized."""
+    small_lm(dtype=torch.float64).save_pretrained(tmp_path)
+    MambaLM.from_pretrained(tmp_path, weights=format)
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 def test_activations_may_be_narrower_than_float32(tmp_path):
     small_lm().save_pretrained(tmp_path)
     model = MambaLM.from_pretrained(tmp_path, dtype=torch.bfloat16, weights="int8")

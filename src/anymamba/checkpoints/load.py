@@ -47,7 +47,7 @@ def load_model(
     dtypes = {name: x.dtype for name, x in model.state_dict().items() if name not in scales}
     dtypes |= dict.fromkeys(names_to_quantize, torch.float32)
     if dtype is None:
-        _warn_of_downcasts(checkpoint, dtypes)
+        _warn_of_downcasts(checkpoint, {name: x for name, x in dtypes.items() if name not in names_to_quantize})
     if checkpoint.config.tie_embeddings:
         _check_tied(checkpoint)
         dtypes.pop(HEAD)
