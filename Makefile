@@ -124,13 +124,15 @@ KERNELS ?= fastest
 test-published: $(VENV)/.installed
 	$(BIN)/python -m tests.published $(CLONES) --kernels $(KERNELS) $(if $(DTYPE),--dtype $(DTYPE))
 
-# The tests of the kernels and the scan, on a build with the address and undefined-behavior sanitizers.
+# The tests of the kernels and the scan, and models of awkward sizes, on a build with the address and
+# undefined-behavior sanitizers.
 asan: $(VENV)/.installed
 	cmake -S . -B build/asan -DANYMAMBA_SANITIZE=ON
 	cmake --build build/asan
-	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \
-	  ANYMAMBA_LIBRARY=$(CURDIR)/build/asan/libanymamba_cpu.so \
-	  $(BIN)/python -m pytest tests/kernels tests/scan
+	export LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so.6)" \
+	  ASAN_OPTIONS=detect_leaks=0 ANYMAMBA_LIBRARY=$(CURDIR)/build/asan/libanymamba_cpu.so ANYMAMBA_REQUIRE_KERNELS=1; \
+	$(BIN)/python -m pytest tests/kernels tests/scan && \
+	$(BIN)/python -m tests.kernels.awkward_models --seconds 120 $(if $(SEED),--seed $(SEED))
 
 # Decode steps and kernels of every family and format with four threads, on a build that reports data races.
 tsan: $(VENV)/.installed

@@ -53,7 +53,9 @@ def run_models() -> None:
 
 
 if __name__ == "__main__":
-    print(describe_kernels()["cpu"], flush=True)
+    kernels = describe_kernels()["cpu"]
+    assert kernels.startswith("built"), f"expected kernels, got {kernels}"
+    print(kernels, flush=True)
     torch.set_num_threads(4)
     run_blocks()
     run_models()
