@@ -94,3 +94,70 @@ def rotated_siso(dtype):
 def rotated_mimo(dtype):
     """Return the scan of Mamba-3 with four ranks."""
     return "rotated_trapezoid_scan", rotated_inputs(dtype, 4, "halves")
+
+
+@case("convolution of mamba2-130m")
+def convolution(dtype):
+    """Return a batch from windows."""
+    shapes = ((2, 2048, 1792), (2, 1792, 4), (1792, 4))
+    return "causal_conv", (*(empty(dtype, *shape) for shape in shapes), None, None, None)
+
+
+@case("convolution of mamba-130m, packed")
+def packed_convolution(dtype):
+    """Return packed sequences, with a bias."""
+    shapes = ((1, 4096, 1536), (5, 1536, 4), (1536, 4), (1536,))
+    bounds = torch.empty(6, dtype=torch.int32, device="meta")
+    return "causal_conv", (*(empty(dtype, *shape) for shape in shapes), None, bounds)
+
+
+@case("norm of mamba2-130m")
+def norm_130m(dtype):
+    """Return a gated norm, gate first."""
+    return "rms_norm", (empty(dtype, 2, 2048, 1536), empty(dtype, 2, 2048, 1536), empty(dtype, 1536), 1536, False, 1e-5)
+
+
+@case("norm of mamba2-1.3b")
+def norm_1_3b(dtype):
+    """Return a gated norm of wide rows."""
+    return "rms_norm", (empty(dtype, 2, 2048, 4096), empty(dtype, 2, 2048, 4096), empty(dtype, 4096), 4096, False, 1e-5)
+
+
+@case("norm of the keys of mamba3-187m")
+def norm_of_keys(dtype):
+    """Return a norm without a gate, of narrow rows."""
+    return "rms_norm", (empty(dtype, 2, 2048, 4, 1, 128), None, wide(128), 128, True, 1e-5)
+
+
+@case("gate of mamba3-187m, SISO")
+def gate_siso(dtype):
+    """Return the gate of one rank."""
+    return "rank_gate", (empty(dtype, 2, 2048, 1, 24, 64), empty(dtype, 2, 2048, 24, 64), None, None)
+
+
+@case("gate of mamba3-187m, MIMO 4")
+def gate_mimo(dtype):
+    """Return the gate of four ranks."""
+    weights = [empty(dtype, 24, 4, 64) for _ in range(2)]
+    return "rank_gate", (empty(dtype, 2, 2048, 4, 24, 64), empty(dtype, 2, 2048, 24, 64), *weights)
+
+
+@case("step sizes of mamba2-130m")
+def step_sizes(dtype):
+    """Return raw step sizes."""
+    return "step_sizes", (empty(dtype, 2, 2048, 24), empty(dtype, 24), 0.0, float("inf"), None)
+
+
+@case("discretization of mamba3-187m")
+def discretization(dtype):
+    """Return raw numbers of a block that rotates in planes."""
+    raw = [empty(dtype, 2, 2048, width) for width in (24, 24, 24, 32)]
+    return "discretize", (*raw, wide(24), True, 1e-4, 0.0, float("inf"), 1.0, False, None)
+
+
+@case("discretization with quaternions")
+def discretization_quaternion(dtype):
+    """Return raw numbers of a padded batch whose rotations are vectors."""
+    raw = [empty(dtype, 2, 2048, width) for width in (24, 24, 24, 24 * 16 * 3)]
+    lengths = torch.empty(2, dtype=torch.int64, device="meta")
+    return "discretize", (*raw, wide(24), False, 1e-4, 1e-3, 0.1, 1.0, True, lengths)

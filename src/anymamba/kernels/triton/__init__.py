@@ -16,7 +16,9 @@ Reading order:
 5. `chunk_states.py`, `chunk_outputs.py`, `chunk_gradients.py`: the scan's kernels. `ssd_operators.py`: its operators.
 6. `angle_kernels.py`, `trapezoid_operator.py`: Mamba-3's rotations, and its scan on the same kernels.
 7. `selective_kernels.py`: Mamba-1's scan. `part_sums.py`: sums of what several programs computed.
-8. `first_use.py`: the comparison with the portable code.
+8. `elementwise.py`: activations. `conv_kernels.py`, `norm_kernels.py`, `gate_kernels.py`, `discretize_kernels.py`: the
+   other operators of a block, whose kernels have no products.
+9. `first_use.py`: the comparison with the portable code.
 
 One call, `scan(v, k, q, log_decay)` on a GPU: the registry asks `selection.missing`, which imports `ssd_operators` and
 compares it with the portable code once. Its forward cuts time into chunks and launches three kernels: what each chunk
@@ -53,6 +55,11 @@ _MODULES = {
     "ssd": "ssd_operators",
     "rotated_trapezoid_scan": "trapezoid_operator",
     "selective_scan": "selective_kernels",
+    "causal_conv": "conv_kernels",
+    "rms_norm": "norm_kernels",
+    "rank_gate": "gate_kernels",
+    "step_sizes": "discretize_kernels",
+    "discretize": "discretize_kernels",
 }
 
 

@@ -87,6 +87,14 @@ def chunk_rows(dtype: torch.dtype, target: Target) -> int:
     return 32 if target.backend != "cpu" and (dtype != torch.bfloat16 or target.arch == "gfx1100") else 64
 
 
+_POINTWISE_NUMBERS = 2048  # of a block in kernels without products: 8 per thread
+
+
+def pointwise_rows(width: int) -> tuple[int, int]:
+    """Return how many rows of `width` numbers, a power of two, a block has, and the warps of its program."""
+    return max(1, _POINTWISE_NUMBERS // width), min(16, max(8, width // 256))
+
+
 def fit(size: int, largest: int) -> int:
     """Return the power of two from 16 to `largest` that holds `size`, or `largest`."""
     return min(largest, max(16, 1 << (size - 1).bit_length()))
