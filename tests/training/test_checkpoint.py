@@ -110,6 +110,16 @@ def test_metrics_are_on_the_disk_before_the_checkpoint_that_follows_them(tmp_pat
         assert events.index(step) < events.index(run / "checkpoints" / f"step-0000000{step}")
 
 
+def test_metrics_that_are_gone_are_reported(tmp_path, capsys):
+    config = tiny(write_corpus(tmp_path / "corpus"), evaluation={"sample_tokens": 0})
+    assert not create_run(config, tmp_path / "run", silent).run([lambda row: row.step == 4])
+    (tmp_path / "run" / "metrics.csv").unlink()
+    capsys.readouterr()
+    assert open_run(tmp_path / "run", {}, silent).run()
+    assert "metrics.csv: no rows of 4 of the 4 steps taken" in capsys.readouterr().err
+    assert [row.step for row in read_metrics(tmp_path / "run" / "metrics.csv")] == [5, 6]
+
+
 @pytest.mark.skipif(os.name == "nt", reason="directories cannot be brought to the disk there")
 def test_a_changed_config_is_on_the_disk_before_it_replaces_the_former_one(trainer, monkeypatch):
     """First the bytes, then the name, then the directory: a power cut leaves one manifest or the other."""

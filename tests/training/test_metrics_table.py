@@ -81,3 +81,21 @@ def test_a_row_that_cannot_be_written_is_an_error_that_names_the_table(tmp_path)
 def test_an_empty_table_has_no_rows(tmp_path):
     (tmp_path / "metrics.csv").write_bytes(b"")
     assert read_metrics(tmp_path / "metrics.csv") == []
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [([1, 2, 2, 3], "line 4: expected a step after 2, got 2"), ([2, 1, 3], "line 3: expected a step after 2, got 1")],
+)
+def test_rows_that_are_not_in_order_are_rejected(tmp_path, lines, order, message):
+    (tmp_path / "metrics.csv").write_bytes(lines[0] + b"".join(lines[step] for step in order))
+    with pytest.raises(ValueError, match=f"metrics.csv, {message}; fix or remove the line"):
+        MetricsTable(tmp_path / "metrics.csv", 5, ["bits"])
+
+
+@pytest.mark.parametrize(("kept", "missing"), [([1, 2, 3, 4, 5], 0), ([1, 3, 4], 2), ([], 5)])
+def test_missing_rows_are_counted(tmp_path, lines, kept, missing):
+    (tmp_path / "metrics.csv").write_bytes(lines[0] + b"".join(lines[step] for step in kept))
+    table = MetricsTable(tmp_path / "metrics.csv", 5, ["bits"])
+    table.close()
+    assert table.missing == missing

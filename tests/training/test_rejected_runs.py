@@ -6,6 +6,7 @@ import pytest
 
 from anymamba.core.io import run_lock
 from anymamba.training.api import create_run
+from anymamba.training.data import shards as shards_module
 from tests.training.cases import silent, tiny, write_corpus
 from tests.training.test_tabular import config_of, write_files
 
@@ -42,6 +43,22 @@ def test_files_that_were_there_stay(corpus, tmp_path):
     with pytest.raises(ValueError, match="too little text"):
         create_run(tiny(corpus, **REJECTED["too little text"]), directory, silent)
     assert [path.name for path in sorted(directory.iterdir())] == [".lock", "notes.txt"]
+
+
+@pytest.mark.parametrize("shards", [0, 1])
+def test_a_full_disk_leaves_a_directory_only_with_what_is_tokenized(corpus, tmp_path, monkeypatch, shards):
+    def write(*arguments):
+        if len(written) == shards:
+            raise OSError(28, "No space left on device")
+        written.append(arguments)
+        write_shard(*arguments)
+
+    written, write_shard = [], shards_module._write_shard
+    monkeypatch.setattr(shards_module, "_write_shard", write)
+    elsewhere = {"shards": str(tmp_path / "corpus" / "shards")} if shards == 0 else {}
+    with pytest.raises(OSError, match="No space left"):
+        create_run(tiny(corpus, data=elsewhere), tmp_path / "new" / "run", silent)
+    assert (tmp_path / "new").exists() == bool(shards)
 
 
 def test_a_run_on_files_leaves_none_either(tmp_path):

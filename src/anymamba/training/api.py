@@ -250,7 +250,11 @@ def _claim_directory(directory: Path) -> Iterator[None]:
                 if created:
                     (directory / ".lock").unlink(missing_ok=True)
                 raise
-    except ValueError:
+            except OSError:  # text that is tokenized already stays, to go on from there
+                if created and [path.name for path in directory.iterdir()] == [".lock"]:
+                    (directory / ".lock").unlink()
+                raise
+    except (ValueError, OSError):
         with suppress(OSError):  # another process has begun to use it
             for path in created:
                 path.rmdir()

@@ -184,7 +184,7 @@ class Trainer(Generic[T]):
         logs: list[Log] = self._world.run_checked(lambda: open_logs(c, self.directory, self.step) if is_main else [])
         if self._saved_step < 0:
             self.save()
-        self._world.run_checked(lambda: logs.insert(0, self._open_table()) if is_main else None)
+        self._world.run_checked(lambda: logs.insert(0, self._open_table(display)) if is_main else None)
         if not can_plot():
             display.report("no plots: matplotlib is not installed (pip install 'anymamba[train]')")
         try:
@@ -221,8 +221,11 @@ class Trainer(Generic[T]):
     def _metrics_file(self) -> Path:
         return self.directory / "metrics.csv"
 
-    def _open_table(self) -> MetricsTable:
-        return MetricsTable(self._metrics_file, self.step, self.task.METRICS)
+    def _open_table(self, display: ProgressDisplay) -> MetricsTable:
+        table = MetricsTable(self._metrics_file, self.step, self.task.METRICS)
+        if table.missing:
+            display.report(f"{self._metrics_file}: no rows of {table.missing} of the {self.step} steps taken")
+        return table
 
     def save(self, *, wait: bool = True) -> None:
         """Write a checkpoint of the current state, unless it has been written.

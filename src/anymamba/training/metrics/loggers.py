@@ -46,7 +46,11 @@ _COLUMNS = StepMetrics._fields[:-1]  # of the file
 
 
 class MetricsTable:
-    """The file metrics.csv: a row for each step, and after a resume exactly the rows of the steps that count."""
+    """The file metrics.csv: a row for each step, and after a resume exactly the rows of the steps that count.
+
+    Attributes:
+        missing: Number of steps taken that the file has no rows of, because somebody has changed or removed it.
+    """
 
     def __init__(self, path: Path, step: int, names: Sequence[str] = ()) -> None:
         """Open the table and keep the rows of the `step` steps taken; `names` are those of the results of evaluations.
@@ -56,6 +60,7 @@ class MetricsTable:
         self._path = path
         self._names = names
         rows = [row for row in read_metrics(path) if row.step <= step] if path.is_file() and step else []
+        self.missing = step - len(rows)
         if unknown := sorted({name for row in rows for name in row.evaluation} - set(names)):
             raise ValueError(f"{path}, line 1: expected the columns {', '.join(names)}, got {', '.join(unknown)}")
         with atomic_write(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
@@ -84,21 +89,28 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     """Read the rows of a table; an incomplete one at its end, as a crash may leave it, is left out.
 
     Raises:
-        ValueError: Another row is not readable.
+        ValueError: Another row is not readable, or not of a later step than the row before it.
     """
     *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")  # a whole line has an end
     header = lines[0].rstrip("\r").split(",") if lines else []
     if tuple(header[: len(_COLUMNS)]) != _COLUMNS and lines:
         raise ValueError(f"{path}, line 1: expected the columns {', '.join(_COLUMNS)}, got {lines[0][:80]!r}")
-    rows = []
+    rows, last = [], 0
     for number, line in enumerate(lines[1:], 2):
         try:
-            rows.append(_parse_row(header, line.split(",")))
-        except ValueError as error:  # noqa: PERF203
+            row = _parse_row(header, line.split(","))
+        except ValueError as error:
             if number < len(lines):
                 raise ValueError(
                     f"{path}, line {number}: expected {len(header)} numbers, got {line[:80]!r}; fix or remove the line"
                 ) from error
+            continue
+        if row.step <= last:
+            raise ValueError(
+                f"{path}, line {number}: expected a step after {last}, got {row.step}; fix or remove the line"
+            )
+        rows.append(row)
+        last = row.step
     return rows
 
 
