@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-kills test-power-cuts test-transformers test-versions test-triton test-triton-quick compile-triton test-published test-harness release asan tsan fuzz soak lint format bench figures site clean
+.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-kills test-power-cuts test-transformers test-versions test-triton test-triton-quick compile-triton test-published test-harness release asan tsan fuzz fuzz-schemas soak lint format bench figures site clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard $(addprefix src/anymamba/kernels/cpu/csrc/,*.h *.cpp */*.h)) src/anymamba/kernels/cpu/schema.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -145,6 +145,10 @@ tsan: $(VENV)/.installed
 SECONDS ?= 120
 fuzz: $(VENV)/.installed
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+# Random JSON schemas: every reply that ends by itself follows its schema.
+fuzz-schemas: $(VENV)/.installed
+	$(BIN)/python -m tests.generation.schemas --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 # A server under random load, with clients that disconnect and invalid requests: every reply equals that of the request
 # alone, and at the end no memory, file or thread is left over. Half an hour; make soak SECONDS=120 for less.

@@ -154,3 +154,34 @@ class TestSpecialTokens:
             ids_bt = torch.tensor([ids])
             bits = lm(ids_bt, labels=ids_bt).loss.item() * (len(ids) - 1) / math.log(2) / size
             assert float(out.split("bits per byte")[1].split()[0]) == pytest.approx(bits, abs=2e-4)
+
+
+class TestGrammars:
+    @pytest.fixture
+    def model(self, tmp_path):
+        small_lm(vocab_size=256, pad_vocab_size_multiple=1).save_pretrained(tmp_path / "model")
+        return tmp_path / "model"
+
+    def test_a_text_follows_its_grammar(self, run, model, tmp_path):
+        pytest.importorskip("llguidance")
+        (tmp_path / "schema.json").write_text('{"enum": ["yes", "no"]}')
+        (tmp_path / "grammar").write_text('root ::= "yes" | "no"')
+        for flags, texts in (
+            (["--schema", tmp_path / "schema.json"], {'"yes"', '"no"'}),
+            (["--grammar", tmp_path / "grammar"], {"yes", "no"}),
+            (["--regex", "yes|no"], {"yes", "no"}),
+            (["--choice", "yes", "--choice", "no"], {"yes", "no"}),
+        ):
+            code, out, _ = run("generate", model, "--prompt", "Hello", *flags)
+            assert code == 0
+            assert out.strip() in texts
+        (tmp_path / "prompts").write_text("a\nb\n")
+        _, out, _ = run("generate", model, "--prompts", tmp_path / "prompts", "--choice", "yes")
+        assert [json.loads(line)["text"] for line in out.splitlines()] == ["yes", "yes"]
+
+    def test_a_grammar_that_cannot_be_is_one_line(self, run, model):
+        pytest.importorskip("llguidance")
+        code, _, err = run("generate", model, "--prompt", "Hello", "--regex", "(")
+        assert code == 2
+        assert "the regular expression cannot be used" in err
+        assert run("generate", model, "--prompt", "Hello", "--regex", "a", "--choice", "b")[0] == 2

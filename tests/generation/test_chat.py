@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from anymamba.generation import ChatTemplate, template_sandbox
-from anymamba.generation.template_sandbox import TemplateRenderer, shared_renderer
+from anymamba.generation import ChatTemplate, sandbox
+from anymamba.generation.sandbox import Sandbox, shared_sandbox
 from tests.generation.cases import bare
 
+HANDLER = "template_handler.py"
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "  Is 1 < 2 & 'so'?\n"},
@@ -208,9 +209,9 @@ class TestDoor:
 class TestLimits:
     @pytest.fixture
     def small(self):
-        renderer = TemplateRenderer(characters=10_000, memory=2**28, seconds=0.3)
-        yield renderer
-        renderer.close()
+        process = Sandbox(HANDLER, characters=10_000, memory=2**28, seconds=0.3)
+        yield process
+        process.close()
 
     @pytest.mark.parametrize(
         "source",
@@ -221,8 +222,8 @@ class TestLimits:
     )
     def test_a_template_without_an_end_is_ended(self, small, source):
         with pytest.raises(ValueError, match=r"it needs more than 0.3 s"):
-            small.render(source, {})
-        assert small.render("{{ 1 + 1 }}", {}) == "2"
+            small.run(template=source, values={})
+        assert small.run(template="{{ 1 + 1 }}", values={}) == "2"
 
     @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the memory of a process")
     @pytest.mark.parametrize(
@@ -231,18 +232,18 @@ class TestLimits:
     )
     def test_a_template_that_fills_the_memory_is_ended(self, small, source):
         with pytest.raises(ValueError, match=r"it needs more than 256 MiB of memory"):
-            small.render(source, {})
-        assert small.render("{{ 1 + 1 }}", {}) == "2"
+            small.run(template=source, values={})
+        assert small.run(template="{{ 1 + 1 }}", values={}) == "2"
 
     def test_a_text_without_an_end_is_rejected(self, small):
         with pytest.raises(ValueError, match=r"it writes more than 10,000 characters"):
-            small.render("{% for a in range(99999) %}x{% endfor %}", {})
+            small.run(template="{% for a in range(99999) %}x{% endfor %}", values={})
 
     def test_a_template_cannot_reach_the_next_one(self, small):
         with pytest.raises(ValueError, match="may not"):
-            small.render("{{ messages.append(1) }}", {"messages": []})
-        small.render("{% set ns = namespace(x=1) %}{% set y = 2 %}", {})
-        assert small.render("{{ x }}{{ y }}{{ messages }}", {}) == ""
+            small.run(template="{{ messages.append(1) }}", values={"messages": []})
+        small.run(template="{% set ns = namespace(x=1) %}{% set y = 2 %}", values={})
+        assert small.run(template="{{ x }}{{ y }}{{ messages }}", values={}) == ""
 
 
 def test_threads_share_a_process():
@@ -262,17 +263,19 @@ def test_threads_share_a_process():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_has_its_own():
     code = (
-        "import os; from template_sandbox import shared_renderer; shared_renderer().render('x', {});"
-        "pid = os.fork(); text = shared_renderer().render('{{ 1 + 1 }}', {});"
+        "import os; from sandbox import shared_sandbox\n"
+        f"def render(x): return shared_sandbox({HANDLER!r}).run(template=x, values={{}})\n"
+        "render('x');"
+        "pid = os.fork(); text = render('{{ 1 + 1 }}');"
         "os._exit(text != '2') if pid == 0 else exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or text != '2')"
     )
-    alone = {**os.environ, "PYTHONPATH": str(Path(template_sandbox.__file__).parent)}  # it needs no torch
+    alone = {**os.environ, "PYTHONPATH": str(Path(sandbox.__file__).parent)}  # it needs no torch
     assert subprocess.run([sys.executable, "-c", code], env=alone).returncode == 0
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs signals")
 def test_a_process_that_died_between_two_texts_is_started_again():
     chat("x").render(TALK)
-    shared_renderer()._child.kill()
-    shared_renderer()._child.wait()
+    shared_sandbox(HANDLER)._child.kill()
+    shared_sandbox(HANDLER)._child.wait()
     assert chat("y").render(TALK) == "y"

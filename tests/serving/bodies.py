@@ -13,7 +13,7 @@ FIELDS = [
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "best_of", "stop", "stream", "stream_options",
     "session", "ignore_eos", "return_token_ids", "logprobs", "top_logprobs", "temperature", "top_p", "top_k", "min_p", "seed",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "echo", "suffix", "tools", "user",
-    "response_format", "unknown", "", "\ud800",
+    "response_format", "regex", "grammar", "choices", "unknown", "", "\ud800",
 ]  # fmt: skip
 MESSAGES = [
     [], [{}], [{"role": "user"}], [{"role": "tool", "content": "x"}], [{"role": [], "content": "x"}], ["x"], [None],

@@ -43,6 +43,7 @@ from anymamba.generation import (
     stream,
 )
 from anymamba.generation.completion import CompletionBuilder
+from anymamba.generation.grammar import compile_grammar, read_grammar
 from anymamba.generation.pipeline import check_texts
 from anymamba.generation.tokenizers import select_end_tokens
 from anymamba.models.lm import MambaLM
@@ -60,7 +61,10 @@ def run(args: argparse.Namespace) -> None:
     if args.save_state and not Path(args.save_state).absolute().parent.is_dir():
         raise ValueError(f"--save-state {args.save_state}: there is no such directory")
     # 2) Load the model, and the state from which to continue.
+    grammar_options = _read_grammar_options(args)
     model, tokenizer = load(args)
+    grammar = read_grammar(**grammar_options)
+    args.compiled_grammar = None if grammar is None else compile_grammar(grammar, tokenizer)
     template = load_chat_template(args, tokenizer)
     state = GenerationState.load(args.load_state, model) if args.load_state else None
     if state is not None and state.batch_size != 1:
@@ -104,6 +108,13 @@ def _check_options(args: argparse.Namespace) -> None:
 def _sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     return {name: getattr(args, name) for name in names}
+
+
+def _read_grammar_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `read_grammar`."""
+    files = {"schema": args.schema, "grammar": args.grammar}
+    texts = {name: read_file(file).decode() for name, file in files.items() if file is not None}
+    return {**texts, "regex": args.regex, "choices": args.choice or None}
 
 
 class GrowingText:
@@ -159,6 +170,7 @@ class GrowingText:
             cache=self.state,
             speculate=self._draft,
             history=[self._history],
+            grammar=self.args.compiled_grammar,
             **_sampling_options(self.args),
         )
         self._tokens_read += len(ids)
@@ -190,7 +202,7 @@ class GrowingText:
         for (token,) in tokens:
             assert token is not None
             self._tokens_written += 1
-            print(builder.add(token), end="", flush=True)
+            print(builder.add(token, is_last=tokens.has_complete_grammar(0)), end="", flush=True)
             if builder.reason is not None or was_interrupted():
                 break
         print(builder.finish(), end="", flush=True)
@@ -251,6 +263,7 @@ def _complete_file(args: argparse.Namespace) -> None:
     for name in ("load_state", "save_state"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} belongs to one text, and cannot be used with --prompts")
+    grammar_options = _read_grammar_options(args)
     content = stdin_bytes("pass a file").read() if args.prompts == "-" else read_file(args.prompts)
     model, tokenizer = load(args)
     entries = _parse_entries("stdin" if args.prompts == "-" else args.prompts, content, tokenizer)
@@ -272,6 +285,7 @@ def _complete_file(args: argparse.Namespace) -> None:
             add_special_tokens=args.special_tokens and template is None,
             batch_size=args.batch_size,
             speculate=load_draft(args, model),
+            **grammar_options,
             **_sampling_options(args),
         ):
             printer.add(batch)

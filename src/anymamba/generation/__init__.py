@@ -7,11 +7,13 @@ Files in reading order:
 - decoder.py: one step of the model, compiled where kernels cover it.
 - sampling.py: logits become tokens.
 - speculation.py: drafts of the next tokens, which the model reads together with the last one.
+- grammar.py, grammar_handler.py: which tokens a JSON schema or another grammar allows next.
 - generate.py: the loop around these three, `TokenStream`; `stream` and `generate`.
 - tokenizers.py, tokenizer_limits.py: texts become tokens and back.
 - completion.py: the tokens of a row become its text, up to an end token, a stop text or a number of tokens.
 - pipeline.py: a model and its tokenizer as one, for texts.
-- chat.py, template_sandbox.py, template_sandbox_worker.py: conversations become texts, in a separate process.
+- chat.py, template_handler.py: conversations become texts.
+- sandbox.py, sandbox_worker.py: the separate processes in which templates and grammars, other people's programs, run.
 - scoring.py, detect_activation.py: how likely a text is, and what follows from it for old Mamba-3 checkpoints.
 
 A token of `Pipeline.stream("Once")`: `FileTokenizer.encode` turns the text into ids, `prefill` reads them, and `stream`
@@ -30,6 +32,10 @@ from anymamba.generation.generate import Generation as Generation
 from anymamba.generation.generate import TokenStream as TokenStream
 from anymamba.generation.generate import generate as generate
 from anymamba.generation.generate import stream as stream
+from anymamba.generation.grammar import CompiledGrammar as CompiledGrammar
+from anymamba.generation.grammar import Grammar as Grammar
+from anymamba.generation.grammar import GrammarError as GrammarError
+from anymamba.generation.grammar import compile_grammar as compile_grammar
 from anymamba.generation.pipeline import Pipeline as Pipeline
 from anymamba.generation.pipeline import pipeline as pipeline
 from anymamba.generation.prefill import prefill as prefill

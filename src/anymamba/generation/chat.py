@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from anymamba.core.io import read_json
-from anymamba.generation.template_sandbox import shared_renderer
+from anymamba.generation.sandbox import shared_sandbox
 
 Message = Mapping[str, Any]
 
@@ -116,7 +116,7 @@ class ChatTemplate:
         if name not in self.sources:
             raise ValueError(f"{self.where}: expected one named {name!r}, found {', '.join(self.sources)}")
         try:
-            return shared_renderer().render(self.sources[name], variables)
+            return shared_sandbox("template_handler.py").run(template=self.sources[name], values=variables)
         except ValueError as error:
             raise ValueError(f"{self.where}: {error}") from error
 

@@ -36,8 +36,8 @@ class Completion(NamedTuple):
     Attributes:
         text: Text without the prompt, the stop text and the end token.
         tokens: Token ids, including those of the stop text and the end token.
-        reason: Why the text ended: the model ended it ("end"), a stop text came ("stop"), or it reached the largest
-            number of tokens ("length").
+        reason: Why the text ended: the model or its grammar ended it ("end"), a stop text came ("stop"), or it reached
+            the largest number of tokens ("length").
         choices: The tokens with their log-probabilities, if requested.
         alternatives: The most likely candidates for each token, likeliest first, if requested.
     """
@@ -81,8 +81,13 @@ class CompletionBuilder:
         self._decoded = ""  # what the detokenizer returned: `text` with what the filter holds back
         self._logprobs: list[Sequence[TokenScore]] = []
 
-    def add(self, token: int, logprobs: Sequence[TokenScore] = ()) -> str:
-        """Add a token, with the log-probabilities of this token and then of the most likely ones for `build`.
+    def add(self, token: int, logprobs: Sequence[TokenScore] = (), *, is_last: bool = False) -> str:
+        """Add a token.
+
+        Args:
+            token: Token id.
+            logprobs: Log-probabilities of this token and then of the most likely ones, for `build`.
+            is_last: Whether the row's grammar allows no text after this token.
 
         Returns:
             The text that can no longer change; empty while a character or a possible stop text is incomplete.
@@ -100,9 +105,11 @@ class CompletionBuilder:
         self._decoded += decoded
         text = self._stop_filter.push(decoded)
         self.text += text
-        # 4) A stop text or the number of tokens ends the text.
+        # 4) A stop text, a grammar or the number of tokens ends the text.
         if self._stop_filter.stopped:
             self.reason = "stop"
+        elif is_last:
+            text += self.finish("end")
         elif self._max_tokens is not None and len(self.tokens) >= self._max_tokens:
             text += self.finish()
         return text

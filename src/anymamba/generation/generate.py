@@ -18,6 +18,7 @@ from torch import Tensor
 
 from anymamba.core.operators import has_no_hooks
 from anymamba.generation.decoder import Decoder
+from anymamba.generation.grammar import CompiledGrammar, TokenMatcher
 from anymamba.generation.prefill import SEGMENT_LEN, prefill, split_prompts
 from anymamba.generation.sampling import Sampling, check_integer, draw_uniform, sample_tokens, split_keys
 from anymamba.generation.speculation import Drafter, Speculation, SpeculativeReader, make_drafter, parse_speculation
@@ -78,6 +79,7 @@ class TokenStream:
         owns_state: bool = False,
         speculation: Speculation | None = None,
         history: Sequence[Sequence[int]] = (),
+        grammar: CompiledGrammar | None = None,
     ) -> None:
         """Start from a state, which steps may overwrite if nothing else uses it (`owns_state`).
 
@@ -105,6 +107,9 @@ class TokenStream:
         if speculation is not None:
             drafter = make_drafter(speculation.draft, history, sampling, self._seed)
             self._reader = SpeculativeReader(self._decoder, drafter, speculation.window)
+        self._matchers: list[TokenMatcher] = []  # one per row of the batch, or none without a grammar
+        if grammar is not None:
+            self._matchers = [grammar.start(model.config.vocab_size) for _ in self._rows]
 
     def __iter__(self) -> Iterator[list[int | None]]:
         """Return the stream itself."""
@@ -122,7 +127,8 @@ class TokenStream:
         self._feed_pending()
         # 2) Each row chooses a token from its logits, with its own random number.
         tokens = self._choose_tokens()
-        # 3) Rows whose tokens end with a stop sequence leave the batch with their state; the others continue.
+        # 3) Rows whose tokens end with a stop sequence, or whose grammar allows no more, leave the batch with their
+        #    state; the others continue.
         self._set_stopped_aside(tokens)
         self._steps_left -= 1
         self._is_intact = True
@@ -163,6 +169,10 @@ class TokenStream:
             state = GenerationState.cat([part.state for part in parts]).rows(order.to(self._model.device))
         self._is_intact = True
         return state
+
+    def has_complete_grammar(self, row: int) -> bool:
+        """Return whether a row has ended because its grammar allows no further text."""
+        return bool(self._matchers) and self._matchers[row].is_complete
 
     def _check_intact(self) -> None:
         if not self._is_intact:
@@ -212,19 +222,22 @@ class TokenStream:
             uniforms,
             state.seen[:, :vocab_size],
             [self._token_counts[row] for row in self._rows],
+            [self._matchers[row].allowed for row in self._rows] if self._matchers else None,
         )
         tokens: list[int | None] = [None] * self._batch_size
         for row, token in zip(self._rows, self._pending.tolist(), strict=True):
             tokens[row] = token
             if self._sampling.needs_token_counts:
                 self._token_counts[row][token] += 1
+            if self._matchers:
+                self._matchers[row].add(token)
         if self._reader is not None:
             self._reader.note_tokens(self._pending.tolist())
         return tokens
 
     def _set_stopped_aside(self, tokens: list[int | None]) -> None:
-        """Move rows whose tokens end with a stop sequence out of the batch."""
-        if not self._stop or self._pending is None:
+        """Move rows whose tokens end with a stop sequence, or whose grammar allows no more, out of the batch."""
+        if not (self._stop or self._matchers) or self._pending is None:
             return
         stopping: list[int] = []
         continuing: list[int] = []
@@ -232,7 +245,8 @@ class TokenStream:
             token = tokens[row]
             assert token is not None
             last = self._last_tokens[row] = (*self._last_tokens[row], token)[-self._longest_stop :]
-            (stopping if any(last[-len(stop) :] == stop for stop in self._stop) else continuing).append(i)
+            is_stopped = any(last[-len(stop) :] == stop for stop in self._stop) or self.has_complete_grammar(row)
+            (stopping if is_stopped else continuing).append(i)
         if stopping:
             self._close_window()
             if self._reader is not None:
@@ -261,6 +275,7 @@ def stream(
     segment_len: int = SEGMENT_LEN,
     speculate: Literal["lookup"] | MambaLM | Drafter | Speculation | None = None,
     history: Sequence[Sequence[int]] | None = None,
+    grammar: CompiledGrammar | None = None,
     **sampling: Any,
 ) -> TokenStream:
     """Continue token sequences, one token at a time. Prompts are read before this returns.
@@ -278,6 +293,8 @@ def stream(
             tokens are the same, to the bit. "lookup": what followed the last tokens earlier in the text. A language
             model with the same vocabulary: what it writes. A `Speculation` has further options.
         history: Tokens of each row before those that this call reads, for drafts.
+        grammar: Grammar that the new tokens of each row follow, from `compile_grammar`; a row also stops where no
+            further text is possible.
         sampling: How tokens are chosen: temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
             frequency_penalty, logit_bias and seed, the fields of `anymamba.generation.Sampling`; greedy by default.
 
@@ -295,6 +312,8 @@ def stream(
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     sequences = _parse_stop(stop, model.config.vocab_size)
     speculation = parse_speculation(speculate, model)
+    if not isinstance(grammar, CompiledGrammar | None):
+        raise TypeError(f"grammar must be what compile_grammar returns, got {type(grammar).__name__}")
     # 2) Read the prompts.
     state = prefill(model, input_ids, cache, mask=mask, segment_len=segment_len)
     texts = [list(row) for row in history] if history is not None else [[] for _ in range(state.batch_size)]
@@ -319,6 +338,7 @@ def stream(
         owns_state=owns_state,
         speculation=speculation,
         history=texts,
+        grammar=grammar,
     )
 
 
@@ -350,7 +370,7 @@ def generate(
         input_ids: Prompts (b, t); None to continue from a `GenerationState`.
         max_new_tokens: Largest number of tokens for each row.
         return_state: Also return the state of the rows, which costs one more step of the model.
-        options: Further options of `stream`: stop, mask, cache, segment_len, speculate, history, and those of
+        options: Further options of `stream`: stop, mask, cache, segment_len, speculate, history, grammar, and those of
             `Sampling`.
 
     Returns:

@@ -15,6 +15,7 @@ from anymamba.checkpoints.open import resolve_source
 from anymamba.generation.completion import Completion, CompletionBuilder
 from anymamba.generation.detect_activation import detect_activation
 from anymamba.generation.generate import TokenStream, stream
+from anymamba.generation.grammar import CompiledGrammar, compile_grammar, read_grammar
 from anymamba.generation.prefill import prefill
 from anymamba.generation.sampling import check_integer, score_token
 from anymamba.generation.tokenizers import Tokenizer, load_tokenizer, select_end_tokens
@@ -90,7 +91,7 @@ class Pipeline:
         ignore_end: bool = False,
         add_special_tokens: bool = True,
         batch_size: int = 16,
-        **sampling: Any,
+        **options: Any,
     ) -> Completion | list[Completion] | list[list[Completion]]:
         """Continue a text, or several of any lengths.
 
@@ -105,8 +106,9 @@ class Pipeline:
             add_special_tokens: Whether to begin with the tokens that the tokenizer puts before a text; False for the
                 text of a chat template, which already has them.
             batch_size: Number of rows computed together. Without compiled kernels, it changes results by rounding.
-            **sampling: temperature, top_k, top_p, min_p, repetition_penalty, seed and speculate, as for
-                `anymamba.generate`.
+            **options: temperature, top_k, top_p, min_p, repetition_penalty, seed and speculate, as for
+                `anymamba.generate`; and at most one of schema (a JSON schema, or a model class of pydantic), regex,
+                grammar (Lark or GBNF) and choices (a list of texts), which completions then follow.
 
         Returns:
             A completion; a list of them for a list of prompts; with `n`, a list of `n` in place of each.
@@ -127,7 +129,7 @@ class Pipeline:
             ignore_end=ignore_end,
             add_special_tokens=add_special_tokens,
             batch_size=batch_size,
-            **sampling,
+            **options,
         )
         by_index = dict(pair for batch in batches for pair in batch)
         samples = [by_index[index] for index in range(len(prompts))]
@@ -145,7 +147,7 @@ class Pipeline:
         ignore_end: bool = False,
         add_special_tokens: bool = True,
         batch_size: int = 16,
-        **sampling: Any,
+        **options: Any,
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
         """Continue several texts, batch by batch as they finish; the arguments are those of a call.
 
@@ -156,6 +158,7 @@ class Pipeline:
             check_integer(name, value)
             if value < minimum:
                 raise ValueError(f"{name} must be at least {minimum}, got {value}")
+        grammar, sampling = self._compile_grammar(options)
         if n > 1:
             sampling = {"temperature": 1.0, **{name: x for name, x in sampling.items() if x is not None}}
         stop_texts = check_texts("stop", [stop] if isinstance(stop, str) else stop)
@@ -176,6 +179,7 @@ class Pipeline:
                 cache=state.rows(copies),
                 stop=end_tokens,
                 history=[prompts_read[row] for row in copies],
+                grammar=grammar,
                 **sampling,
             )
             # 3) Turn tokens into text until every sample has ended.
@@ -192,20 +196,22 @@ class Pipeline:
         stop: str | Sequence[str] = (),
         ignore_end: bool = False,
         add_special_tokens: bool = True,
-        **sampling: Any,
+        **options: Any,
     ) -> Iterator[str]:
         """Continue one text as it is written; the arguments are those of a call.
 
         Yields:
             Text, never part of a character, and nothing of a stop text.
         """
+        grammar, sampling = self._compile_grammar(options)
         (ids,) = self._encode(check_texts("prompt", [prompt]), add_special_tokens)
         end_tokens = self._end_tokens(ignore_end)
         stop_texts = check_texts("stop", [stop] if isinstance(stop, str) else stop)
         builder = CompletionBuilder(self.tokenizer, end_tokens=end_tokens, stop_texts=stop_texts)
-        for (token,) in stream(self.model, torch.tensor([ids]), max_new_tokens, stop=end_tokens, **sampling):
+        tokens = stream(self.model, torch.tensor([ids]), max_new_tokens, stop=end_tokens, grammar=grammar, **sampling)
+        for (token,) in tokens:
             assert token is not None
-            if text := builder.add(token):
+            if text := builder.add(token, is_last=tokens.has_complete_grammar(0)):
                 yield text
             if builder.reason is not None:
                 return
@@ -214,6 +220,13 @@ class Pipeline:
 
     def _end_tokens(self, ignore_end: bool) -> list[int]:
         return [] if ignore_end else select_end_tokens(self.tokenizer, self.model.config.vocab_size)
+
+    def _compile_grammar(self, options: dict[str, Any]) -> tuple[CompiledGrammar | None, dict[str, Any]]:
+        """Return the grammar that options ask for, and the options of sampling."""
+        sampling = dict(options)
+        names = ("schema", "regex", "grammar", "choices")
+        grammar = read_grammar(**{name: sampling.pop(name, None) for name in names})
+        return None if grammar is None else compile_grammar(grammar, self.tokenizer), sampling
 
     def _encode(self, prompts: list[str], add_special_tokens: bool) -> list[tuple[int, ...]]:
         """Return the tokens of each prompt."""
@@ -232,7 +245,7 @@ class Pipeline:
             for row, (builder, token) in enumerate(zip(builders, step, strict=True)):
                 if token is not None and builder.reason is None:
                     scores = [] if logits_bv is None else score_token(logits_bv[row, :vocab_size], token, logprobs or 0)
-                    builder.add(token, scores)
+                    builder.add(token, scores, is_last=tokens.has_complete_grammar(row))
 
 
 def _group_prompts(prompts: list[tuple[int, ...]], size: int) -> Iterator[dict[tuple[int, ...], list[int]]]:

@@ -145,6 +145,7 @@ def sample_tokens(
     uniforms: Sequence[float],
     seen: Bool[Tensor, "b v"] | None = None,
     token_counts: Sequence[Mapping[int, int]] | None = None,
+    allowed: Sequence[Bool[Tensor, " v"] | None] | None = None,
 ) -> Int[Tensor, " b"]:
     """Choose the next token of each row.
 
@@ -154,6 +155,7 @@ def sample_tokens(
         uniforms: A number in [0, 1) for each row; not used at temperature 0.
         seen: True for tokens that the repetition penalty applies to (b, v).
         token_counts: For each row, how often each token was generated, for the other penalties.
+        allowed: For each row, True for the tokens to choose from, at least one (v,); None for all.
 
     Returns:
         Token ids (b,), on the CPU.
@@ -164,16 +166,21 @@ def sample_tokens(
         penalized = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
         logits = torch.where(seen, penalized, logits)
     logits = _add_biases(logits, sampling, token_counts)
-    # 2) Greedy rows are done.
+    # 2) Tokens that a grammar does not allow have probability 0.
+    if allowed is not None and any(mask is not None for mask in allowed):
+        everything = torch.ones(logits.shape[1], dtype=torch.bool)
+        mask_bv = torch.stack([everything if mask is None else mask for mask in allowed])
+        logits = logits.masked_fill(~mask_bv, -torch.inf)
+    # 3) Greedy rows are done.
     largest, greedy = logits.max(dim=-1)
     if not bool(torch.isfinite(largest).all()):
         raise ValueError(f"the model's logits are not finite: the largest of each row are {largest.tolist()}")
     if not sampling.temperature:
         return greedy
-    # 3) Probabilities at the temperature. A smaller divisor is 0 in float32, and the largest logit would be 0 / 0.
+    # 4) Probabilities at the temperature. A smaller divisor is 0 in float32, and the largest logit would be 0 / 0.
     temperature = max(sampling.temperature, torch.finfo(torch.float32).tiny)
     p_bv = ((logits - largest.unsqueeze(-1)) / temperature).softmax(-1)
-    # 4) One draw per row, from the candidates that the filters leave.
+    # 5) One draw per row, from the candidates that the filters leave.
     return torch.tensor([_draw(p_v, sampling, u) for p_v, u in zip(p_bv.numpy(), uniforms, strict=True)])
 
 

@@ -153,6 +153,14 @@ class FileTokenizer:
     def _max_bytes_per_token(self) -> int | None:
         return max_bytes_per_token(self._tokenizer)
 
+    def to_json(self) -> str:
+        """Return the file's content as the library reads it, without truncation or padding."""
+        copy = type(self._tokenizer).from_str(self._tokenizer.to_str())
+        copy.no_truncation()
+        copy.no_padding()
+        content: str = copy.to_str()
+        return content
+
     def id_of(self, token: str | int) -> int | None:
         """Return the id of a token, or an id as it is; None for a token that the tokenizer does not have."""
         if isinstance(token, int):

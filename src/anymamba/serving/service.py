@@ -10,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
+from anymamba.generation.grammar import CompiledGrammar, GrammarError
 from anymamba.generation.sampling import split_keys
 from anymamba.generation.tokenizers import Tokenizer, select_end_tokens
 from anymamba.models.lm import MambaLM
 from anymamba.serving.api.fields import ApiError, internal_error, invalid_value, too_many_requests
 from anymamba.serving.api.requests import GenerationRequest, Limits
+from anymamba.serving.grammars import GrammarCache
 from anymamba.serving.metrics import Metrics
 from anymamba.serving.prompts import ChatPrompt, Prompt, ScoredPrompt, SessionPrompt, tokenize_prompt
 from anymamba.serving.scheduler.continuation import (
@@ -85,6 +87,8 @@ class Service:
         # Few threads, so that many long prompts at once neither fill the memory nor delay short ones.
         self._short_executor = ThreadPoolExecutor(2, "prompts")
         self._long_executor = ThreadPoolExecutor(1, "long-prompts")
+        self._grammar_executor = ThreadPoolExecutor(1, "grammars")  # a grammar that takes long delays only others
+        self._grammars = GrammarCache(tokenizer)
 
     @property
     def engine(self) -> Engine:
@@ -121,6 +125,7 @@ class Service:
             self._engine.close()
         self._short_executor.shutdown(cancel_futures=True)
         self._long_executor.shutdown(cancel_futures=True)
+        self._grammar_executor.shutdown(cancel_futures=True)
         self.cache.close(seconds)
 
     async def handle(self, request: GenerationRequest) -> AsyncGenerator[tuple[int, Event], None]:
@@ -132,19 +137,22 @@ class Service:
         lease: SessionLease | None = None
         jobs: list[Job] = []
         try:
-            # 1) Lease the session, so that no other request of this server uses it.
+            # 1) Compile the grammar, outside of the event loop.
+            loop = asyncio.get_running_loop()
+            grammar = await loop.run_in_executor(self._grammar_executor, self._grammars.compile, request)
+            # 2) Lease the session, so that no other request of this server uses it.
             if request.session is not None:
                 lease = self.sessions.acquire(request.session)
-            # 2) Tokenize the prompts and look up their states, outside of the event loop.
+            # 3) Tokenize the prompts and look up their states, outside of the event loop.
             executor = self._long_executor if _count_chars(request) > _LONG_PROMPT else self._short_executor
-            loop = asyncio.get_running_loop()
             prompts, lengths = await loop.run_in_executor(executor, self._prepare_prompts, request, lease)
-            # 3) Submit one job per prompt.
+            # 4) Submit one job per prompt.
             queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-            jobs = self._make_jobs(request, prompts, lengths, queue, start_time + self.limits.request_seconds)
+            deadline = start_time + self.limits.request_seconds
+            jobs = self._make_jobs(request, grammar, prompts, lengths, queue, deadline)
             for job in jobs:
                 self.engine.submit(job)
-            # 4) Yield their events until every continuation has ended.
+            # 5) Yield their events until every continuation has ended.
             async for item in self._collect_events(prompts, queue, request.continuations, start_time):
                 yield item
         finally:
@@ -224,6 +232,7 @@ class Service:
     def _make_jobs(
         self,
         request: GenerationRequest,
+        grammar: CompiledGrammar | None,
         prompts: list[Prompt],
         lengths: list[int],
         queue: asyncio.Queue[tuple[int, Event]],
@@ -241,6 +250,7 @@ class Service:
                 max_tokens=request.max_tokens,
                 end_tokens=frozenset() if request.ignore_eos else self._end_tokens,
                 stop_texts=stop_texts,
+                grammar=grammar,
                 logprobs=request.logprobs,
                 feed_final_token=prompt.feeds_final_token,
             )
@@ -280,6 +290,8 @@ def _job_error(error: BaseException) -> BaseException:
         return ApiError(408, str(error), code="timeout")
     if isinstance(error, ShuttingDown):
         return ApiError(503, str(error), code="shutting_down", headers={"Retry-After": "5"})
+    if isinstance(error, GrammarError):
+        return ApiError(400, str(error), code="grammar_too_complex")
     # Not a bug here, but caused by data (logits that are not finite, tokens without text) or by a native library.
     if isinstance(error, ValueError) or not isinstance(error, Exception):
         print(f"anymamba: {' '.join(repr(error).split())[:300]}", file=sys.stderr, flush=True)

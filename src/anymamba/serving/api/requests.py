@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
+from anymamba.generation.grammar import Grammar, GrammarError, read_grammar
 from anymamba.generation.sampling import Sampling
 from anymamba.serving.api.fields import (
     UNSUPPORTED,
@@ -24,7 +25,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 _COMMON = {
     "model", "max_tokens", "n", "stop", "stream", "stream_options", "session", "ignore_eos", "return_token_ids",
     "logprobs", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias",
+    "repetition_penalty", "logit_bias", "response_format", "regex", "grammar", "choices",
 }  # fmt: skip
 _COMPLETION = _COMMON | {"prompt", "echo", "best_of", "suffix"}
 _CHAT = _COMMON | {"messages", "max_completion_tokens", "top_logprobs"} | (UNSUPPORTED.keys() - {"suffix"})
@@ -53,6 +54,8 @@ class GenerationRequest:
     max_tokens: int  # of each continuation
     n: int  # continuations per prompt
     stop_texts: tuple[str, ...]  # a continuation ends before them
+    grammar: Grammar | None = None  # that continuations follow
+    grammar_field: str = ""  # that has the grammar, for errors
     logprobs: int | None  # likely tokens to list for each token, or None for no log-probabilities
     echo: bool = False  # the text of a completion begins with its prompt
     stream: bool
@@ -132,6 +135,7 @@ def _read_common_fields(body: dict[str, Any], limits: Limits, vocab_size: int) -
         "sampling": _read_sampling(body, vocab_size),
         "n": read_int(body, "n", 1, 1, limits.max_choices),
         "stop_texts": _read_stop_texts(body),
+        **_read_grammar(body),
         "stream": stream,
         "include_usage": include_usage,
         "session": session,
@@ -185,6 +189,39 @@ def _read_stop_texts(body: dict[str, Any]) -> tuple[str, ...]:
         expected = "a string of 1 to 1,024 characters, or a list of up to 16"
         raise invalid_value("stop", f"stop must be {expected}, got {preview(stop)}")
     return tuple(stops)
+
+
+def _read_grammar(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields `grammar` and `grammar_field` of a request, if its body has a grammar."""
+    schema = _read_schema(body)
+    options = {name: value for name in ("regex", "grammar", "choices") if (value := body.get(name)) is not None}
+    names = [*(["response_format"] if schema is not None else []), *options]
+    if len(names) > 1:
+        raise invalid_value(names[1], f"expected one of response_format, regex, grammar and choices, got {names}")
+    try:
+        grammar = read_grammar(schema, **options)
+    except (TypeError, GrammarError) as error:
+        raise invalid_value(names[0], str(error)) from error
+    return {} if grammar is None else {"grammar": grammar, "grammar_field": names[0]}
+
+
+def _read_schema(body: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the JSON schema that `response_format` asks for."""
+    response_format = body.get("response_format")
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if response_format is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind == "json_schema":
+        schema = response_format.get("json_schema")
+        schema = schema.get("schema") if isinstance(schema, dict) else None
+        if isinstance(schema, dict):
+            return schema
+        param = "response_format.json_schema.schema"
+        raise invalid_value(param, f"{param} must be a JSON schema, got {preview(schema)}")
+    expected = "an object whose type is text, json_object or json_schema"
+    raise invalid_value("response_format", f"response_format must be {expected}, got {preview(response_format)}")
 
 
 def _read_prompts(body: dict[str, Any], limits: Limits, vocab_size: int) -> Any:

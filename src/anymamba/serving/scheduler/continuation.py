@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anymamba.generation.completion import CompletionBuilder, Reason
+from anymamba.generation.grammar import CompiledGrammar
 from anymamba.generation.sampling import Sampling, TokenScore, draw_uniform, sample_tokens, score_token
 from anymamba.generation.state import GenerationState
 from anymamba.generation.tokenizers import Tokenizer
@@ -79,6 +80,7 @@ class ContinuationOptions:
     max_tokens: int
     end_tokens: frozenset[int] = frozenset()  # they end the continuation
     stop_texts: tuple[str, ...] = ()  # the continuation ends before them
+    grammar: CompiledGrammar | None = None  # the text follows it, and ends where no more is possible
     logprobs: int | None = None  # most likely tokens to score for each token, or None for no scores
     feed_final_token: bool = False  # the final state has read every token, including one that ended the continuation
 
@@ -169,6 +171,8 @@ class Continuation:
         self._key = key
         self._draws = int(state.counts[0])
         self._token_counts: Counter[int] = Counter()
+        grammar = options.grammar
+        self._matcher = None if grammar is None else grammar.start(vocab_size)
 
     def add_token(self, token: int, logits_1v: Tensor) -> TokenText:
         """Add a token that was chosen from these logits."""
@@ -178,7 +182,11 @@ class Continuation:
         if self.options.logprobs is not None:
             scores = score_token(logits_1v[0, : self._vocab_size], token, self.options.logprobs)
         self.pending_token = token
-        return TokenText(token, self.completion.add(token), scores)
+        is_last = False
+        if self._matcher is not None:
+            self._matcher.add(token)
+            is_last = self._matcher.is_complete
+        return TokenText(token, self.completion.add(token, is_last=is_last), scores)
 
     def mark_fed(self) -> None:
         """Note that the model has read the pending token."""
@@ -190,8 +198,8 @@ class Continuation:
     @property
     def needs_final_feed(self) -> bool:
         """True if the final state must read the pending token."""
-        is_fed = self.options.feed_final_token or self.completion.reason == "length"
-        return self.pending_token is not None and is_fed
+        is_text = self.completion.reason != "stop" and self.pending_token not in self.options.end_tokens
+        return self.pending_token is not None and (self.options.feed_final_token or is_text)
 
     def make_state(self, cache: LMCache, logits_1v: Tensor) -> GenerationState:
         """Return the state with these tensors, which are not copied."""
@@ -238,7 +246,8 @@ def _choose_in_group(rows: list[Continuation], logits_bv: Tensor) -> list[int]:
         seen_bv = torch.stack([row._seen_v[:vocab_size] for row in rows])
     uniforms = [row.draw_uniform() for row in rows]
     counts = [row._token_counts for row in rows]
-    return sample_tokens(logits_bv[:, :vocab_size], sampling, uniforms, seen_bv, counts).tolist()
+    allowed = [None if row._matcher is None else row._matcher.allowed for row in rows]
+    return sample_tokens(logits_bv[:, :vocab_size], sampling, uniforms, seen_bv, counts, allowed).tolist()
 
 
 def _choose_alone(row: Continuation, logits_1v: Tensor) -> int | ValueError:

@@ -1,6 +1,6 @@
-"""The process in which chat templates run: it replies to each line of JSON with another, until the input ends.
+"""Chat templates as text, in the process of `sandbox_worker.py`: jinja2's sandbox, with a limit on the length.
 
-`template_sandbox.py` starts it as a script. It imports only jinja2 and the standard library.
+This file runs as a script. It imports only jinja2 and the standard library.
 """
 
 from __future__ import annotations
@@ -8,9 +8,6 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-import signal
-import sys
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from jinja2 import TemplateSyntaxError, nodes
@@ -82,13 +79,13 @@ def render(template: str, values: dict[str, Any], max_characters: int) -> str:
 
 
 def reply(request: dict[str, Any], limits: dict[str, Any]) -> dict[str, Any]:
-    """Return the text, or what is wrong with the template; `ended` if this process must not continue."""
+    """Return the text, or what is wrong with the template."""
     try:
         return {"text": render(request["template"], request["values"], limits["characters"])}
     except TooLongError:
         return {"problem": f"it writes more than {limits['characters']:,} characters"}
-    except MemoryError:
-        return {"problem": f"it needs more than {limits['bytes'] // 2**20:,} MiB of memory", "ended": True}
+    except MemoryError:  # the process itself replies
+        raise
     except RejectedError as error:
         return {"problem": f"it rejects these messages: {error}"}
     except TemplateSyntaxError as error:
@@ -99,37 +96,3 @@ def reply(request: dict[str, Any], limits: dict[str, Any]) -> dict[str, Any]:
         return {"problem": "it calls itself too often"}
     except Exception as error:  # anything that a program can do wrong
         return {"problem": f"it fails on these messages ({type(error).__name__}: {error})"}
-
-
-def limit_memory(max_bytes: int) -> None:
-    """Make allocations beyond `max_bytes` fail, where the system supports it."""
-    with suppress(ImportError, ValueError, OSError):
-        import resource
-
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        soft = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def limit_time(seconds: float) -> None:
-    """Let the system end this process after more than `seconds` of processor time; 0 removes the limit."""
-    if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
-def main() -> None:
-    """Reply to requests until there are no more."""
-    limits = json.loads(sys.argv[3])
-    limit_memory(limits["bytes"])
-    for line in sys.stdin.buffer:
-        limit_time(limits["seconds"])
-        answer = reply(json.loads(line), limits)
-        limit_time(0)
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-        sys.stdout.buffer.flush()
-        if answer.get("ended"):
-            return
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,7 @@
-"""A separate process for chat templates, which are other people's programs.
+"""Separate processes for other people's programs, with limits on time and memory.
 
-`template_sandbox_worker.py` is that process: jinja2's sandbox, with limits on time, memory and length.
+`sandbox_worker.py` is such a process. It replies to requests with a handler: `template_handler.py` renders chat
+templates, `grammar_handler.py` compiles grammars.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-MAX_CHARACTERS = 2**24  # of a template's text
+MAX_CHARACTERS = 2**24  # of the text that a template writes
 MAX_BYTES = 2**29  # of the process's memory
 MAX_SECONDS = 2.0  # of processor time
 _MAX_WAIT = 60.0  # seconds of wall time, where processor time is not limited
-_WORKER = Path(__file__).with_name("template_sandbox_worker.py")
+_DIRECTORY = Path(__file__).parent
+_WORKER = _DIRECTORY / "sandbox_worker.py"
 # The standard library and installed packages come first: no file of the current directory can replace them.
 _START_CODE = (
     "import json, runpy, sys; sys.path += [p for p in json.loads(sys.argv[2]) if p not in sys.path]; "
@@ -28,26 +30,28 @@ _START_CODE = (
 )
 
 
-class TemplateRenderer:
-    """A child process that renders templates, one at a time.
+class Sandbox:
+    """A child process that replies to requests, one at a time.
 
-    It starts with the first template, and again after one that exceeded the limits.
+    It starts with the first request, and again after one that exceeded the limits.
     """
 
-    def __init__(self, characters: int = MAX_CHARACTERS, memory: int = MAX_BYTES, seconds: float = MAX_SECONDS) -> None:
-        """Set the limits; nothing is started yet."""
+    def __init__(
+        self, handler: str, characters: int = MAX_CHARACTERS, memory: int = MAX_BYTES, seconds: float = MAX_SECONDS
+    ) -> None:
+        """Set the file of the handler, next to this one, and the limits; nothing is started yet."""
+        self._handler = handler
         self._limits = {"characters": characters, "bytes": memory, "seconds": seconds}
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
 
-    def render(self, template: str, values: dict[str, Any]) -> str:
-        """Return the text of a template for variables of plain data, as JSON has it.
+    def run(self, **request: Any) -> str:
+        """Return the text that the handler replies with to a request of plain data, as JSON has it.
 
-        Raise `ValueError` if it is not a template, rejects the values, fails, or needs too much time or memory.
+        Raise `ValueError` if the handler finds a problem with the request, or it needs too much time or memory.
         """
-        request = json.dumps({"template": template, "values": values}).encode() + b"\n"
         with self._lock:
-            line = self._send(request)
+            line = self._send(json.dumps(request).encode() + b"\n")
             reply: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {"ended": True}
             if reply.get("ended"):
                 reply.setdefault("problem", self._explain_exit(self._end(patience=5.0)))
@@ -82,7 +86,10 @@ class TemplateRenderer:
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-I", "-c", _START_CODE, str(_WORKER), json.dumps(sys.path), json.dumps(self._limits)],
+            [
+                *(sys.executable, "-I", "-c", _START_CODE),
+                *(str(_WORKER), json.dumps(sys.path), json.dumps(self._limits), str(_DIRECTORY / self._handler)),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -114,19 +121,27 @@ class TemplateRenderer:
         return f"it ended the process that it ran in (exit code {code}): too much time or memory"
 
 
-_process_renderer = TemplateRenderer()
+_shared: dict[str, Sandbox] = {}
+_shared_lock = threading.Lock()
 
 
-def shared_renderer() -> TemplateRenderer:
-    """Return the renderer that all threads of this process share."""
-    return _process_renderer
+def shared_sandbox(handler: str) -> Sandbox:
+    """Return the sandbox of a handler that all threads of this process share."""
+    with _shared_lock:
+        return _shared.setdefault(handler, Sandbox(handler))
 
 
-def _replace_renderer() -> None:
-    global _process_renderer
-    _process_renderer = TemplateRenderer()
+def _close_shared() -> None:
+    for sandbox in _shared.values():
+        sandbox.close()
 
 
-atexit.register(lambda: _process_renderer.close())
+def _forget_shared() -> None:
+    global _shared, _shared_lock
+    _shared = {}
+    _shared_lock = threading.Lock()
+
+
+atexit.register(_close_shared)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_replace_renderer)  # the renderer belongs to the parent
+    os.register_at_fork(after_in_child=_forget_shared)  # the processes belong to the parent
