@@ -1,5 +1,6 @@
 """Language models with attention layers: official checkpoints, and the promises of every language model."""
 
+import copy
 import json
 
 import pytest
@@ -9,9 +10,12 @@ from safetensors.torch import save_file
 import anymamba
 from anymamba import LMCache, MambaLM, MambaLMConfig
 from anymamba.cli.main import main
+from anymamba.kernels.cpu import bindings
+from tests.blocks.families import without_padding
 from tests.models.cases import small_lm
-from tests.support import FLOOR, assert_near
+from tests.support import FLOOR, MODEL_FLOOR, assert_near
 
+needs_kernels = pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
 ATTENTION = {
     "attn_layer_idx": [1, 2],
     "attn_cfg": {"num_heads": 4, "num_heads_kv": 2, "d_conv": 3, "rotary_emb_dim": 4, "mlp_dim": 40},
@@ -49,7 +53,6 @@ def test_generated_tokens_are_the_likeliest_of_the_whole_sequence():
     tokens = model.generate(ids, 20, temperature=0).tokens
     whole = model(torch.cat([ids, tokens], 1)).logits
     assert torch.equal(whole[:, 4:-1, :61].argmax(-1), tokens)
-    assert "Attention has no compiled step" in anymamba.decoder(model).reason
 
 
 def test_a_state_is_saved_branched_and_joined(tmp_path):
@@ -148,3 +151,75 @@ def test_quantized_projections_include_those_of_attention():
     assert type(model.backbone.layers[1].mixer.in_proj).__name__ == "QuantizedLinear"
     assert_near(model(ids).logits, expected, 0.1)
     assert model.generate(ids, 3).tokens.shape == (1, 3)
+
+
+@needs_kernels
+class TestCompiledStep:
+    """One call per token for a whole hybrid; attention with a convolution runs module by module."""
+
+    @staticmethod
+    def make(dtype=torch.float32, **fields):
+        options = {"attn_cfg": {"num_heads": 4, "num_heads_kv": 2, "rotary_emb_dim": 4, "mlp_dim": 40}}
+        multipliers = {"input_multiplier": 3.0, "residual_multiplier": 0.4, "output_multiplier": 0.5}
+        biases = {"qkv_proj_bias": True, "out_proj_bias": False}
+        options["attn_cfg"] |= biases
+        stack = {**multipliers, "mlp_cfg": {"gate_first": True}, "norm_eps": 1e-3}
+        return hybrid_lm(dtype, d_intermediate=40, stack=stack, **options, **fields)
+
+    @torch.no_grad()
+    def test_tokens_are_those_of_the_modules(self):
+        model, ids = self.make(), torch.randint(61, (3, 90))
+        decoder = anymamba.decoder(model)
+        assert decoder.reason == ""
+        exact = copy.deepcopy(model).double()
+        cache = model(ids[:, :9], mask=torch.tensor([9, 2, 5])).cache
+        expected = exact(ids[:, :9], mask=torch.tensor([9, 2, 5])).cache
+        for t in range(9, 90):
+            logits, cache = decoder.step(ids[:, t], cache)
+            reference, expected = exact.step(ids[:, t], expected)
+            assert_near(logits, reference, MODEL_FLOOR)
+        assert cache.layers[1].lengths.tolist() == [90, 83, 86]
+        assert_near(without_padding(cache.layers[1]).kv, without_padding(expected.layers[1]).kv, MODEL_FLOOR)
+
+    @torch.no_grad()
+    def test_a_row_has_its_bits_in_any_batch_and_after_any_branch(self):
+        model, ids = self.make(), torch.randint(61, (4, 30))
+        decoder = anymamba.decoder(model)
+        start = model(ids[:, :8], mask=torch.tensor([8, 1, 5, 3])).cache
+        rows = [start.rows(row) for row in range(4)]
+        kept = start.clone()
+        cache = start
+        for t in range(8, 30):
+            logits, cache = decoder.step(ids[:, t], cache, in_place=True)
+            for row in range(4):
+                alone, rows[row] = decoder.step(ids[row : row + 1, t], rows[row])
+                assert torch.equal(alone, logits[row : row + 1])
+        for layer, before in zip(start.layers, kept.layers, strict=True):
+            if layer.GROWING_FIELDS:
+                assert torch.equal(without_padding(layer).kv, without_padding(before).kv)
+        again, _ = decoder.step(ids[:, 8], kept)
+        first, _ = decoder.step(ids[:, 8], LMCache.cat([kept.rows([row]) for row in range(4)]))
+        assert torch.equal(again, first)
+
+    @torch.no_grad()
+    def test_more_rows_than_a_call_takes_run_module_by_module(self):
+        model, ids = self.make(), torch.randint(61, (70, 3))
+        cache = model(ids[:, :2]).cache
+        logits, new = anymamba.decoder(model).step(ids[:, 2], cache)
+        assert_near(logits, model(ids).logits[:, -1], MODEL_FLOOR)
+        assert new.layers[1].lengths.tolist() == [3] * 70
+
+    @torch.no_grad()
+    def test_a_window_is_read_token_by_token(self):
+        model, ids = self.make(), torch.randint(61, (2, 9))
+        decoder, cache = anymamba.decoder(model), model(ids[:, :5]).cache
+        assert "attention" in decoder.window_reason
+        window = decoder.step_window(ids[:, 5:], cache)
+        assert_near(window.logits, model(ids).logits[:, 5:], MODEL_FLOOR)
+        assert window.cache_after([1, 3]).layers[1].lengths.tolist() == [6, 8]
+
+    def test_what_is_not_covered_says_so(self):
+        assert "attention with a convolution has no compiled step" in anymamba.decoder(hybrid_lm()).reason
+        biased = self.make()
+        biased.backbone.layers[0].mixer.out_proj.bias = torch.nn.Parameter(torch.zeros(32))
+        assert "out_proj has a bias, and its result is multiplied by 0.4" in anymamba.decoder(biased).reason

@@ -31,7 +31,9 @@ ASKED = [([7 * i % 256 for i in range(n + 1)], 3 + 5 * n % 17, n) for n in (0, 1
 
 
 @pytest.mark.parametrize(
-    ("dtype", "together"), [(torch.float32, None), (torch.float64, True)], ids=["alone", "together"]
+    ("dtype", "together"),
+    [(torch.float32, None), (torch.float32, False), (torch.float64, True)],
+    ids=["in one call", "alone", "float64 in one call"],
 )
 def test_rows_that_come_and_go_give_what_each_gives_alone(running, dtype, together):  # noqa: F811
     model = hybrid(dtype)

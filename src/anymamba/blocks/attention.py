@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +33,11 @@ from anymamba.core.context_parallel import SequencePart
 from anymamba.core.growing_buffer import append_steps
 from anymamba.core.linear import apply_linear
 from anymamba.core.weight_formats import QuantizedWeight
-from anymamba.ops.causal_attention import causal_attention, rotary_tables, rotate_by_position
+from anymamba.ops.causal_attention import causal_attention, rotary_frequencies, rotary_tables, rotate_by_position
 from anymamba.scan import SsdPath
+
+if TYPE_CHECKING:
+    from anymamba.kernels.step_description import StepBuilder
 
 _MLP_MULTIPLE = 256
 
@@ -66,10 +69,10 @@ class AttentionConfig:
     window: int | None = None  # tokens that a query reads, its own included; None: all
     softcap: int | float | None = None  # scores are kept within ± softcap; None: any
 
-    def __new__(cls, *_: Any, **fields: Any) -> Any:
+    def __new__(cls, *positional: Any, **fields: Any) -> Any:
         """Check the fields before they meet the signature of `__init__`, whose error has no hint."""
         check_field_names(cls, fields)
-        if "num_heads" not in fields:
+        if (positional or fields) and "num_heads" not in fields:  # a copy is made without any
             raise TypeError(f"{cls.__name__}: num_heads must be given")
         return super().__new__(cls)
 
@@ -267,6 +270,40 @@ class Attention(Block):
         """Attend from rotated queries, the first of each row at position `begins` or 0, to keys from position 0 on."""
         c: AttentionConfig = self.config
         return causal_attention(q, k, v, begins, scale=c.softmax_scale, window=c.window, softcap=c.softcap)
+
+    def describe_core(self, builder: StepBuilder, projected: int) -> int:
+        """Scores and values over the row's own length, and the MLP."""
+        builder.check_unmodified(self, Attention)
+        c: AttentionConfig = self.config
+        if c.d_conv:
+            builder.reject("attention with a convolution has no compiled step")
+        kv = builder.cache_tensor(2, c.kv_heads, c.head_width)
+        builder.cache_tensor(c.qkv_dim, 0)
+        lengths = builder.cache_tensor(dtype=torch.int64)
+        builder.mark_growing(kv, lengths)
+        y = builder.slot(c.d_inner)
+        numbers = (c.rotary_emb_dim, c.rotary_emb_base, c.rotary_emb_scale)
+        builder.phase(
+            "attention",
+            heads=c.num_heads,
+            groups=c.kv_heads,
+            head_width=c.head_width,
+            rotated=c.rotary_emb_dim,
+            interleaved=c.rotary_emb_interleaved,
+            window=c.window or 0,
+            scale=c.head_width**-0.5 if c.softmax_scale is None else c.softmax_scale,
+            softcap=c.softcap or 0.0,
+            x=projected,
+            to=y,
+            cache_kv=kv,
+            cache_lengths=lengths,
+            frequencies=rotary_frequencies(*numbers) if c.rotary_emb_dim else None,
+        )
+        if c.mlp_channels:
+            half = c.mlp_channels // 2
+            value = projected + c.qkv_dim
+            builder.gate(value, value + half, half, to=y + c.num_heads * c.head_width)
+        return y
 
     def extra_repr(self) -> str:
         """Return the sizes that `print(block)` shows."""

@@ -49,17 +49,30 @@ def append_steps(
         return _concatenate(x, lengths, new, after), after
     begins, ends = lengths.tolist(), after.tolist()
     width = max(begins, default=0) + new.shape[1]  # what follows the real steps is written too, where nothing is yet
-    with _LOCK:
-        buffer = _buffer_of(x)
-        if buffer is None or buffer.shape[1] < width or getattr(buffer, _FILLED) != begins:
-            buffer = _allocate(x, begins, width)
-        setattr(buffer, _FILLED, ends)
+    buffer = reserve_steps(x, begins, ends, width)
     if len(set(begins)) <= 1:
         buffer[:, width - new.shape[1] : width] = new
     else:
         rows = torch.arange(len(begins)).unsqueeze(1)
         buffer[rows, lengths.unsqueeze(1) + torch.arange(new.shape[1])] = new
     return buffer[:, : max(ends, default=0)], after
+
+
+def reserve_steps(x: Tensor, begins: list[int], ends: list[int], width: int) -> Tensor:
+    """Return a buffer with the steps of `x`, `begins` of each row, in which the caller writes the next ones.
+
+    Args:
+        x: Growing tensor.
+        begins: Number of steps of each row.
+        ends: Number of steps of each row when they are written.
+        width: Number of columns that are written to.
+    """
+    with _LOCK:
+        buffer = _buffer_of(x)
+        if buffer is None or buffer.shape[1] < width or getattr(buffer, _FILLED) != begins:
+            buffer = _allocate(x, begins, width)
+        setattr(buffer, _FILLED, ends)
+    return buffer
 
 
 def _concatenate(x: Tensor, lengths: Tensor, new: Tensor, after: Tensor) -> Tensor:

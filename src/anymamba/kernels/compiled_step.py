@@ -39,10 +39,12 @@ class Executable(Protocol):
     Attributes:
         max_rows: The most rows that `run` takes.
         takes_windows: Whether it takes more than one token of a sequence at a time.
+        grows: Whether the cache grows, so that it cannot be written over group by group.
     """
 
     max_rows: int
     takes_windows: bool
+    grows: bool
 
     def run(self, x: Tensor, cache: Sequence[Tensor], in_place: bool = False, window: int = 1) -> StepResult | None:
         """Run one step, or as many as there are tokens in a window, with the same bits.
@@ -184,7 +186,7 @@ def _split_into_groups(
     Empty if no split makes a call possible.
     """
     size = executable.max_rows // window
-    if x.ndim != 2 or x.shape[0] <= executable.max_rows or x.shape[0] % window or not size:
+    if executable.grows or x.ndim != 2 or x.shape[0] <= executable.max_rows or x.shape[0] % window or not size:
         return []
     b = x.shape[0] // window
     if any(tensor.ndim == 0 or tensor.shape[0] != b for tensor in cache):

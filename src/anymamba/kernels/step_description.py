@@ -24,6 +24,7 @@ The kinds of phases and their fields (slots are integers, -1 for none; parameter
 | conv | channels width x to cache_window weight bias: causal convolution with SiLU |
 | mamba1 | channels state x dt z b c to cache_state a_log skip |
 | mamba2 | heads head_width groups state skip_per_channel dt_min dt_max dt act to cache_state dt_bias a_log skip |
+| attention | heads groups head_width rotated interleaved window scale softcap x to cache_kv cache_lengths frequencies |
 | mamba3_tokens, mamba3_heads | see `Mamba3.describe_core` |
 """
 
@@ -74,6 +75,7 @@ class StepProgram:
     device: torch.device  # of the parameters
     storages: tuple[Any, ...]  # of the parameters, whose memory must not be reused while the program lives
     keeps_slots: bool = False  # whether each slot is used once
+    growing: tuple[tuple[int, int], ...] = ()  # tensors of the cache that grow, each with that of its rows' lengths
 
     @property
     def takes_windows(self) -> bool:
@@ -176,6 +178,7 @@ class StepBuilder:
         self._phases: list[Phase] = []
         self._cache: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._storages: list[Any] = []
+        self._growing: list[tuple[int, int]] = []
         self._keeps_slots = keeps_slots
         self._next_slot = 0
         self._width = 0
@@ -196,6 +199,7 @@ class StepBuilder:
             device=self._device,
             storages=tuple(self._storages),
             keeps_slots=self._keeps_slots,
+            growing=tuple(self._growing),
         )
 
     # Validating modules
@@ -251,6 +255,10 @@ class StepBuilder:
         """Return the number of the next tensor of the cache, (b, *shape), in the dtype of activations by default."""
         self._cache.append((shape, dtype or self.dtype))
         return len(self._cache) - 1
+
+    def mark_growing(self, tensor: int, lengths: int) -> None:
+        """Let a tensor of the cache grow with the sequence: it is (b, steps, *shape), as far as `lengths` (b,) says."""
+        self._growing.append((tensor, lengths))
 
     def parameter(self, owner: nn.Module, name: str, *shape: int, optional: bool = False) -> Tensor | None:
         """Return a parameter of a module, to be read in place; None for an optional parameter that is absent."""

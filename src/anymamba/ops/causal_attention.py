@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.core.dtypes import state_dtype
+from anymamba.core.dtypes import accumulation_dtype, state_dtype
 from anymamba.core.operators import is_tracing
 
 _MAX_MASK_ENTRIES = 2**22  # of the mask of one call: more queries are computed in parts
@@ -29,13 +29,17 @@ def rotary_tables(
 ) -> tuple[Float[Tensor, "b t 1 x"], Float[Tensor, "b t 1 x"]]:
     """Return cosines and sines of the angles of each position, for `width` channels of activations of this dtype.
 
-    They are float64 for float64, else float32.
+    They are float64 for float64, else float32; the angles of late positions need float64, where the device has it.
     """
-    acc_dtype = state_dtype(dtype)
-    exponents_x = torch.arange(0, width, 2, device=positions.device).to(acc_dtype) / width
-    frequencies_x = 1 / (scale * base**exponents_x)
+    acc_dtype, device = accumulation_dtype(positions.device), positions.device
+    frequencies_x = rotary_frequencies(width, base, scale).to(device=device, dtype=acc_dtype)
     angles = (positions.to(acc_dtype).unsqueeze(-1) * frequencies_x).unsqueeze(2)
-    return angles.cos(), angles.sin()
+    return angles.cos().to(state_dtype(dtype)), angles.sin().to(state_dtype(dtype))
+
+
+def rotary_frequencies(width: int, base: int | float, scale: int | float) -> Float[Tensor, " x"]:
+    """Return the angles per position of `width` channels, float64, on the CPU."""
+    return 1 / (scale * base ** (torch.arange(0, width, 2, dtype=torch.float64) / width))
 
 
 def rotate_by_position(
@@ -81,7 +85,7 @@ def causal_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     is_short = window is None or window >= s
     if lengths is None and is_short and softcap is None:
-        y = _dot_product(q_bhte, k_bgse[:, :, :t], v_bgse[:, :, :t], None, scale, is_causal=t > 1)
+        y = _dot_product(q_bhte, k_bgse[:, :, :t], v_bgse[:, :, :t], None, scale, is_causal=True)
         return y.transpose(1, 2)
     begins_b = torch.zeros(1, dtype=torch.int64) if lengths is None else lengths
     if not is_tracing() and len(begins_b) and bool((begins_b == begins_b[0]).all()):

@@ -321,6 +321,18 @@ _PHASES = (
         ),
     ),
     Structure(
+        "AttentionPhase",
+        "attention between its projections: x is query, key and value; `rotated` channels of a head turn by position "
+        "times `frequencies` (float64); `window` 0 and `softcap` 0 are none",
+        {},
+        (
+            *numbers("heads groups head_width rotated interleaved window"),
+            *reals("scale softcap"),
+            *numbers("x to cache_kv cache_lengths"),
+            *parameters("frequencies"),
+        ),
+    ),
+    Structure(
         "Mamba3Phase",
         "Mamba-3 between its projections, the gate and the norm included; `numbers` is a slot for step sizes, decays, "
         "weights and rates, `keys` one for the normed B and C",
@@ -352,6 +364,7 @@ STEP = Structure(
         *numbers("output_width"),
         pointer("old_cache", "const void* const*", "tensor by tensor"),
         pointer("new_cache", "void* const*", "the same memory or other memory; null: the old one stays as it is"),
+        pointer("capacities", "const int64_t*", "steps of a row in the memory of each tensor that grows"),
         pointer("slots", "void*", "(batch, width), in the dtype of states, of the caller; null: memory of the call"),
         pointer("replayed", "const int64_t*", "how many tokens of each sequence to run again from `slots`; null: all"),
     ),
@@ -373,6 +386,7 @@ PHASE_KINDS = {
     "mamba2": "Mamba2Phase",
     "mamba3_tokens": "Mamba3Phase",
     "mamba3_heads": "Mamba3Phase",
+    "attention": "AttentionPhase",
 }
 ROTATIONS = ("interleaved", "halves", "quaternion")
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from anymamba.core.dtypes import state_dtype
+from anymamba.core.growing_buffer import reserve_steps
 from anymamba.core.registry import Implementation
 from anymamba.kernels.cpu import bindings, schema
 from anymamba.kernels.cpu.bindings import DTYPES, WEIGHT_FORMATS, empty
@@ -29,6 +30,7 @@ class CpuStep:
     def __init__(self, program: StepProgram) -> None:
         """Fill the structures."""
         self.takes_windows = program.takes_windows
+        self.grows = bool(program.growing)
         self._program = program
         self._structures = [_structure(phase) for phase in program.phases]
         self._table = self._make_table(range(len(program.phases)))
@@ -43,8 +45,29 @@ class CpuStep:
         """Run up to `max_rows` rows, as `kernels.compiled_step.Executable.run`."""
         if (before := self._check(x, cache, window)) is None:
             return None
+        if self.grows:
+            return self._run_growing(x, before, in_place)
         after = before if in_place else list(map(torch.empty_like, before))
         return self._forward(x, before, after, window, None), after
+
+    def _run_growing(self, x: Tensor, cache: list[Tensor], in_place: bool) -> tuple[Tensor, list[Tensor]] | None:
+        """Run a step whose cache grows: the kernel writes the new steps of each row to its buffer."""
+        before, capacities = list(cache), (ctypes.c_int64 * len(cache))()
+        growing = {index for pair in self._program.growing for index in pair}
+        written = [old if in_place or i in growing else torch.empty_like(old) for i, old in enumerate(before)]
+        after = list(written)
+        for index, lengths_index in self._program.growing:
+            lengths, old = cache[lengths_index], cache[index]
+            begins = lengths.tolist()
+            if min(begins) < 0 or max(begins) > old.shape[1]:
+                return None
+            ends = [begin + 1 for begin in begins]
+            buffer = reserve_steps(old, begins, ends, max(ends))
+            capacities[index] = buffer.shape[1]
+            before[index] = written[index] = buffer
+            after[index] = buffer[:, : max(ends)]
+            after[lengths_index] = lengths + 1
+        return self._forward(x, before, written, 1, None, capacities), after
 
     def look_ahead(self, x: Tensor, cache: Sequence[Tensor], window: int) -> tuple[Tensor, CpuReplay] | None:
         """Run up to `max_rows` rows, as `kernels.compiled_step.Executable.look_ahead`."""
@@ -81,14 +104,30 @@ class CpuStep:
         if window != 1 and (not self.takes_windows or rows % window):
             return None
         expected = self._calls[rows, window][0] if (rows, window) in self._calls else self._prepare(rows, window)[0]
-        if [(old.shape, old.dtype, old.device) for old in cache] != expected or x.device != _CPU:
+        growing = {index for index, _ in program.growing}
+        shapes = [old.shape if i not in growing else old.shape[:1] + old.shape[2:] for i, old in enumerate(cache)]
+        actual = [(shape, old.dtype, old.device) for shape, old in zip(shapes, cache, strict=True)]
+        if actual != expected or x.device != _CPU:
             return None
-        return [old if old.is_contiguous() and not old.is_neg() else old.contiguous().resolve_neg() for old in cache]
+        # What grows is a view of its buffer, which `reserve_steps` finds or makes.
+        return [
+            old if i in growing or (old.is_contiguous() and not old.is_neg()) else old.contiguous().resolve_neg()
+            for i, old in enumerate(cache)
+        ]
 
     def _forward(
-        self, x: Tensor, before: list[Tensor], after: list[Tensor] | None, window: int, slots: Tensor | None
+        self,
+        x: Tensor,
+        before: list[Tensor],
+        after: list[Tensor] | None,
+        window: int,
+        slots: Tensor | None,
+        capacities: Any = None,
     ) -> Tensor:
-        """Return the output, and write the new cache to `after`, if there is one, and slots to `slots`."""
+        """Return the output, and write the new cache to `after`, if there is one, and slots to `slots`.
+
+        `capacities` has the steps that a row of each growing tensor has memory for.
+        """
         program = self._program
         x = x if x.stride(-1) == 1 else x.contiguous()
         output = empty((x.shape[0], program.output_width), program.dtype)
@@ -96,6 +135,8 @@ class CpuStep:
         args.input = x.data_ptr()
         args.input_row = x.stride(0)
         args.output = output.data_ptr()
+        if capacities is not None:
+            args.capacities = ctypes.addressof(capacities)
         self._call(args, before, after, slots)
         return output
 

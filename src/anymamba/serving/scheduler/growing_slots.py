@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from anymamba.core.registry import are_kernels_off
 from anymamba.generation.decoder import Decoder
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
@@ -18,8 +19,8 @@ class GrowingSlots:
     Args:
         model: Language model.
         capacity: Largest number of rows.
-        together: True to step all rows in one batch. By default each row is stepped alone, because attention has no
-            compiled kernels, so that the last bits of a row in a batch depend on the others.
+        together: True to step all rows in one batch, False to step each alone, None for one batch where the compiled
+            kernels run.
     """
 
     def __init__(self, model: MambaLM, capacity: int, together: bool | None = None) -> None:
@@ -27,9 +28,10 @@ class GrowingSlots:
         if capacity < 1:
             raise ValueError(f"rows must be at least 1, got {capacity}")
         self.capacity = capacity
-        self.together = bool(together)
         self._device = model.device
         self._decoder = Decoder(model)
+        is_compiled = not self._decoder.reason and not are_kernels_off()
+        self.together = is_compiled if together is None else together
         self._rows: list[LMCache] = []  # of one row each; out of date while there is a batch
         self._batch: LMCache | None = None  # of all rows, from one step of them together to the next
 

@@ -7,6 +7,7 @@
 // of what it projects, and the phases after it that are too short to distribute.
 #pragma once
 
+#include "decode/step_attention.h"
 #include "decode/step_linear.h"
 #include "decode/step_mamba1.h"
 #include "decode/step_mamba2.h"
