@@ -208,3 +208,19 @@ def test_the_command_of_the_harness_knows_the_model_type(model_directory, tasks)
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "acc_norm" in result.stdout
+
+
+def test_the_growing_caches_of_a_hybrid_are_continued_too(tmp_path):
+    attention = {"num_heads": 4, "num_heads_kv": 2, "rotary_emb_dim": 8}
+    model = small_lm("Mamba2", n_layer=4, vocab_size=256, attn_layer_idx=[1, 3], attn_cfg=attention)
+    model.save_pretrained(tmp_path)
+    pairs = [("hello", " world"), ("hello", " w"), ("a longer context here", " yes indeed"), ("x", "y")]
+    scores = HarnessModel(str(tmp_path), batch_size=3).loglikelihood(
+        requests("loglikelihood", pairs), disable_tqdm=True
+    )
+    for (context, continuation), (score, _) in zip(pairs, scores, strict=True):
+        ids = torch.tensor(list((context + continuation).encode()))
+        with torch.no_grad():
+            log_probabilities = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        expected = log_probabilities.gather(1, ids[1:, None])[-len(continuation) :].sum()
+        assert score == pytest.approx(expected.item(), rel=1e-4)

@@ -13,7 +13,8 @@ stored here. Every row prints the published figure, ours, what counts as agreeme
 
 1. `clone.py`: clones, and their files as text, arrays and weights.
 2. `row.py`: what a row is, and its figures.
-3. `motion.py`, `prices.py`, `proteins.py`, `captures.py`: one published thing each.
+3. `motion.py`, `prices.py`, `proteins.py`, `captures.py`, `interpreted.py`: one published thing
+   each.
 4. `__main__.py`: the command.
 
 A new row is a file with a `Row`, an entry in `ROWS` of `__main__.py`, and a test on a tiny clone in `test_readers.py`.

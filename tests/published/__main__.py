@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROWS = ("motion", "prices", "proteins", "captures")
+ROWS = ("motion", "prices", "proteins", "captures", "interpreted")
 KERNELS = {
     "fastest": {},
     "off": {"ANYMAMBA_KERNELS": "off"},

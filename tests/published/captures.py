@@ -30,12 +30,12 @@ INPUTS = ("Q", "K", "V", "ADT", "DT", "Trap", "Q_bias", "K_bias", "Angles", "D",
 RANK_INPUTS = ("MIMO_V", "MIMO_Z", "MIMO_Out")
 
 
-def run_capture(path: str, arrays: dict[str, np.ndarray], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def run_capture(path: str, arrays: dict[str, np.ndarray | Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return our output for the inputs of a capture, and the captured one, both (b t h p)."""
     is_mimo = "kw_MIMO_V" in arrays
     names = (*INPUTS, *RANK_INPUTS) if is_mimo else INPUTS
     check_fields(path, arrays, *(f"kw_{name}" for name in names), "out")
-    inputs = {name: torch.from_numpy(arrays[f"kw_{name}"]).to(dtype) for name in names}
+    inputs = {name: torch.as_tensor(arrays[f"kw_{name}"]).to(dtype) for name in names}
     q, k, v, z = (inputs[name] for name in "QKVZ")
     q_bias, k_bias = inputs["Q_bias"], inputs["K_bias"]
     if not is_mimo:
@@ -66,7 +66,7 @@ def run_capture(path: str, arrays: dict[str, np.ndarray], dtype: torch.dtype) ->
         rotation_kind="halves" if is_mimo else "interleaved",
     )
     gated = rank_gate(y, z, inputs.get("MIMO_Z"), inputs.get("MIMO_Out"))
-    return gated, torch.from_numpy(arrays["out"])
+    return gated, torch.as_tensor(arrays["out"])
 
 
 def units(output: Tensor, captured: Tensor) -> float:

@@ -167,6 +167,7 @@ def compare(clone: Clone, options: Options) -> list[Figure]:
         runs = [x.removesuffix("/best.pt") for x in clone.list_files(f"{RUNS}/{group}/") if _is_run(x)]
         if not runs:
             raise ValueError(f"{RUNS}/{group}: expected checkpoints seed*/mamba3_*/best.pt, found none")
+        num_runs = len(runs)
         runs = runs[:1] if options.is_quick else runs
         equal = count = 0
         losses, published_losses = [], []
@@ -177,7 +178,7 @@ def compare(clone: Clone, options: Options) -> list[Figure]:
             losses.append(loss)
             published_losses.append(clone.read_json(f"{run}/test_metrics.json", "loss")["loss"])
         all_equal, all_windows = all_equal + equal, all_windows + count
-        figures.append(_compare_predictions(f"{title}: predictions of {len(runs)} models", equal, count))
+        figures.append(_compare_predictions(f"{title}: predictions of {len(runs)} of {num_runs} models", equal, count))
         theirs, ours = float(np.mean(published_losses)), float(np.mean(losses))
         criterion = "at most 1 % apart"
         figures.append(

@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from anymamba import Mamba3, MambaLM, MambaLMConfig
 from tests.published import __main__ as command
-from tests.published import captures, motion, prices, proteins
+from tests.published import captures, interpreted, motion, prices, proteins
 from tests.published.clone import Clone, MissingFileError, find_clone
 from tests.published.row import Options, same_digits
 
@@ -394,6 +395,25 @@ def test_captures_that_a_clone_lacks_are_named_and_not_counted(tmp_path):
     assert second.agrees is None
     assert "away" in second.criterion
     assert captures.compare_parameters(clone, "siso").agrees
+
+
+# Kernels in the interpreter
+
+
+def test_kernels_become_a_package_of_their_own_and_other_clones_are_rejected(tmp_path, monkeypatch):
+    files = {f"{interpreted.PACKAGE}mamba3_siso_combined.py": "VALUE = 3", f"{interpreted.PACKAGE}__init__.py": ""}
+    files |= {"mamba_ssm/__init__.py": "raise SystemExit", "setup.py": "raise SystemExit"}
+    clone = commit_files(tmp_path / "clone", files)
+    interpreted.extract_package(clone, tmp_path / "package")
+    code = "from mamba_ssm.ops.triton.mamba3 import mamba3_siso_combined as m; assert m.VALUE == 3"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "package", check=True)
+    with pytest.raises(ValueError, match=r"expected mamba3_siso_combined\.py") as error:
+        interpreted.extract_package(commit_files(tmp_path / "other", {"file": ""}), tmp_path / "nothing")
+    assert_one_line(error)
+    monkeypatch.setattr(interpreted, "NEEDS", ("no_such_package",))
+    (figure,) = interpreted.compare(clone, Options())
+    assert figure.agrees is None
+    assert "needs no_such_package" in figure.criterion
 
 
 # The command
