@@ -11,6 +11,7 @@ import torch
 from anymamba.core.registry import kernels_off
 from anymamba.generation import ByteTokenizer, GenerationState, Sampling
 from anymamba.generation.prefill import prefill
+from anymamba.kernels.cpu import bindings
 from anymamba.serving.scheduler import engine as engine_module
 from anymamba.serving.scheduler.continuation import (
     Continuation,
@@ -93,6 +94,23 @@ def test_rows_that_come_and_go_give_what_each_gives_alone(running, family):
         options = {"seed": seed, "temperature": 1.0, "segment_len": SEGMENT}
         assert tokens_of(events) == model.generate(torch.tensor([ids]), n, **options).rows()
     assert engine.load == {"running": 0, "ready": 0, "waiting": 0}
+
+
+@pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
+def test_an_exact_engine_gives_the_same_bits_from_any_cut(running):
+    model = byte_model()
+    engine = running(model, exact=True)
+    ids = [11 * i % 256 for i in range(90)]
+    text = torch.tensor([ids])
+    expected = model.generate(text, 10, seed=1, temperature=1.0, exact=True).rows()
+    for cut in (0, 1, 16, 50, 89):
+        state = prefill(model, text[:, :cut], exact=True) if cut else None
+        job, events = make_job(ids[cut:], [plan(10)], state)
+        job.sampling_keys = [prompt_key(ids)]
+        engine.submit(job)
+        assert tokens_of(events) == expected
+    with kernels_off(), pytest.raises(ValueError, match="exact reading needs the compiled step"):
+        running(model, exact=True)
 
 
 def test_without_kernels_rows_still_equal_rows_alone(running):

@@ -173,6 +173,11 @@ def add_generate(commands: Any) -> None:
     parser.add_argument("--repetition-penalty", **number("R"), default=1.0, help="above 1, make repetition less likely")
     parser.add_argument("--seed", **integer(), help="sample with this random seed; the same seed gives the same text")
     parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="read prompts so that a text has the same bits however it is cut into prompts and states; takes longer",
+    )
+    parser.add_argument(
         "--speculate",
         metavar="lookup|MODEL|off",
         default="off",

@@ -108,7 +108,13 @@ def _make_text_service(args: argparse.Namespace, directory: Path, limits: Limits
         sessions=SessionStore(model, cache, memory, states, disk),
         limits=limits,
         stop_texts=template.stop,
-        engine={"rows": args.rows, "segment_len": args.segment_len, "stall": args.stall, "together": args.together},
+        engine={
+            "rows": args.rows,
+            "segment_len": args.segment_len,
+            "stall": args.stall,
+            "together": args.together,
+            "exact": args.exact,
+        },
     )
     growth = service.state_bytes_per_token
     rest = f" and {format_bytes(growth)} for each of its tokens" if growth else " of any length"

@@ -58,6 +58,12 @@ def add_serve(commands: Any) -> None:
         help="decode rows together even without the compiled kernels: faster, but the last bits of a reply then depend "
         "on other requests",
     )
+    work.add_argument(
+        "--exact",
+        action="store_true",
+        help="read prompts so that a reply has the same bits wherever its text was cut into turns and cached states; "
+        "reading takes longer",
+    )
     work.add_argument("--segment-len", **integer(), default=256, help="prompt tokens computed at once (default: 256)")
     work.add_argument(
         "--stall",

@@ -5,6 +5,8 @@ Tokens become text elsewhere: in completion.py and tokenizers.py.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -13,7 +15,7 @@ from anymamba.core.dtypes import state_dtype
 from anymamba.kernels.compiled_step import StepSource, compiled_step, forget_steps, may_run, usable_step
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
-from anymamba.models.token_window import TokenWindow, check_window, unroll_window
+from anymamba.models.token_window import MAX_WINDOW, TokenWindow, check_window, unroll_window
 
 _WINDOW = "window"  # the part of a model's compiled steps that keeps what a replay needs
 
@@ -106,9 +108,57 @@ class Decoder:
                     return TokenWindow(logits.unflatten(0, (b, k)), advance)
         return unroll_window(self.step, input_ids, before)
 
+    @torch.no_grad()
+    def read(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        cache: LMCache | None = None,
+        *,
+        logits: Literal["all", "last", "none"] = "last",
+    ) -> tuple[Float[Tensor, "b n v"] | None, LMCache]:
+        """Run over sequences in windows, with the bits of `step` token by token, however a text is cut.
+
+        Args:
+            input_ids: Token ids, at least one of each row.
+            cache: What the rows continue from; an empty cache by default. It is unchanged.
+            logits: Whether to return the logits after every token, after the last one, or none.
+
+        Returns:
+            The logits, or None, and the new cache.
+
+        Raises:
+            ValueError: There is no token, or the compiled step does not run.
+        """
+        b, t = input_ids.shape
+        if t == 0:
+            raise ValueError("Decoder.read: expected at least one token in each row, got none")
+        if reason := self.window_reason:
+            raise ValueError(f"exact reading needs the compiled step, which does not run: {reason}")
+        cache = self.model.init_cache(b) if cache is None else cache
+        end = t - (logits == "last")  # the last token is a step of its own
+        part, source = ("", self._source) if logits == "all" else ("read", self._read_source)
+        outputs: list[Tensor] = []
+        for begin in range(0, end, MAX_WINDOW):
+            ids_bk = input_ids[:, begin : min(begin + MAX_WINDOW, end)]
+            embedded = self.model.backbone.embed(ids_bk.flatten())
+            step = compiled_step(self.model, source, part)
+            result = step.run(embedded, cache.leaves(), in_place=begin > 0, window=ids_bk.shape[1])
+            if result is None:
+                raise ValueError("Decoder.read: the cache does not belong to this model")
+            cache = cache.with_tensors(result[1])
+            if logits == "all":
+                outputs.append(result[0].unflatten(0, (b, -1)))
+        if logits == "last":
+            logits_bv, cache = self.step(input_ids[:, -1], cache, in_place=end > 0)
+            return logits_bv.unsqueeze(1), cache
+        return torch.cat(outputs, dim=1) if outputs else None, cache
+
     def _source(self) -> StepSource:
         model, dtype = self.model, self.model.dtype
         return StepSource(model.describe_step, model.config.d_model, dtype, state_dtype(dtype), model.device)
+
+    def _read_source(self) -> StepSource:
+        return self._source()._replace(describe=self.model.describe_read)
 
     def _window_source(self) -> StepSource:
         return self._source()._replace(keeps_slots=True)

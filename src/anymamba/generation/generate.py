@@ -186,8 +186,9 @@ class TokenStream:
         if self._pending is not None and self._rows:
             if self._reader is not None:
                 most = max(1, self._steps_left)
-                read = self._reader.advance(self._state, self._pending, most, in_place=self._owns_state)
-                self._state, self._owns_state = read
+                state, owns_state = self._reader.advance(self._state, self._pending, most, in_place=self._owns_state)
+                self._state = state
+                self._owns_state = owns_state
             else:
                 self._state = _advance(self._decoder, self._state, self._pending, in_place=self._owns_state)
                 self._owns_state = True
@@ -196,7 +197,9 @@ class TokenStream:
     def _close_window(self) -> None:
         """Bring the cache to the tokens read so far, if drafts were read with them."""
         if self._reader is not None:
-            self._state, self._owns_state = self._reader.close_window(self._state, in_place=self._owns_state)
+            state, owns_state = self._reader.close_window(self._state, in_place=self._owns_state)
+            self._state = state
+            self._owns_state = owns_state
 
     def _feed_stopped(self) -> None:
         """Let the model read the last tokens of rows that have stopped."""
@@ -273,6 +276,7 @@ def stream(
     mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
     cache: LMCache | GenerationState | None = None,
     segment_len: int = SEGMENT_LEN,
+    exact: bool = False,
     speculate: Literal["lookup"] | MambaLM | Drafter | Speculation | None = None,
     history: Sequence[Sequence[int]] | None = None,
     grammar: CompiledGrammar | None = None,
@@ -289,6 +293,8 @@ def stream(
             rows that are padded at the end.
         cache: What the rows continue from: a cache of the model, or the state of an earlier generation.
         segment_len: Number of tokens of a prompt computed at once.
+        exact: Whether to read prompts in windows of the compiled step. Logits, tokens and states then have the same
+            bits however a text is cut into prompts, continuations and kept states.
         speculate: Where drafts of the next tokens come from, which the model reads together with the last token; the
             tokens are the same, to the bit. "lookup": what followed the last tokens earlier in the text. A language
             model with the same vocabulary: what it writes. A `Speculation` has further options.
@@ -315,7 +321,7 @@ def stream(
     if not isinstance(grammar, CompiledGrammar | None):
         raise TypeError(f"grammar must be what compile_grammar returns, got {type(grammar).__name__}")
     # 2) Read the prompts.
-    state = prefill(model, input_ids, cache, mask=mask, segment_len=segment_len)
+    state = prefill(model, input_ids, cache, mask=mask, segment_len=segment_len, exact=exact)
     texts = [list(row) for row in history] if history is not None else [[] for _ in range(state.batch_size)]
     if len(texts) != state.batch_size:
         raise ValueError(f"history must have {state.batch_size} rows, one for each sequence, got {len(texts)}")
@@ -370,8 +376,8 @@ def generate(
         input_ids: Prompts (b, t); None to continue from a `GenerationState`.
         max_new_tokens: Largest number of tokens for each row.
         return_state: Also return the state of the rows, which costs one more step of the model.
-        options: Further options of `stream`: stop, mask, cache, segment_len, speculate, history, grammar, and those of
-            `Sampling`.
+        options: Further options of `stream`: stop, mask, cache, segment_len, exact, speculate, history, grammar, and
+            those of `Sampling`.
 
     Returns:
         The tokens (b, n), how many of each row count (b,), and the state of the rows if requested.

@@ -106,7 +106,7 @@ class Pipeline:
             add_special_tokens: Whether to begin with the tokens that the tokenizer puts before a text; False for the
                 text of a chat template, which already has them.
             batch_size: Number of rows computed together. Without compiled kernels, it changes results by rounding.
-            **options: temperature, top_k, top_p, min_p, repetition_penalty, seed and speculate, as for
+            **options: temperature, top_k, top_p, min_p, repetition_penalty, seed, exact and speculate, as for
                 `anymamba.generate`; and at most one of schema (a JSON schema, or a model class of pydantic), regex,
                 grammar (Lark or GBNF) and choices (a list of texts), which completions then follow.
 
@@ -147,6 +147,7 @@ class Pipeline:
         ignore_end: bool = False,
         add_special_tokens: bool = True,
         batch_size: int = 16,
+        exact: bool = False,
         **options: Any,
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
         """Continue several texts, batch by batch as they finish; the arguments are those of a call.
@@ -168,7 +169,7 @@ class Pipeline:
             # 1) Read each prompt of the batch once.
             ids = [torch.tensor(prompt_ids) for prompt_ids in batch]
             lengths = torch.tensor([len(row) for row in ids])
-            state = prefill(self.model, pad_sequence(ids, batch_first=True), mask=lengths)
+            state = prefill(self.model, pad_sequence(ids, batch_first=True), mask=lengths, exact=exact)
             # 2) Copy its state for every sample.
             copies = [row for row, indices in enumerate(batch.values()) for _ in range(n * len(indices))]
             prompts_read = list(batch)

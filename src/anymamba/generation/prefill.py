@@ -9,7 +9,7 @@ Letters: b batch, t time, v vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from anymamba.core.layout import Padding
 from anymamba.core.linear import apply_linear
+from anymamba.generation.decoder import Decoder
 from anymamba.generation.sampling import TokenScore, check_integer, hash_tokens, score_token
 from anymamba.generation.state import GenerationState
 from anymamba.models.cache import LMCache
@@ -34,6 +35,7 @@ def prefill(
     *,
     mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
     segment_len: int = SEGMENT_LEN,
+    exact: bool = False,
 ) -> GenerationState:
     """Read prompts, ready to generate.
 
@@ -43,6 +45,8 @@ def prefill(
         cache: What the rows continue from: a cache of the model, or the state of an earlier generation.
         mask: True for real tokens (b, t), with padding anywhere; or lengths (b,) of rows that are padded at the end.
         segment_len: Number of tokens computed at once.
+        exact: Whether to read in windows of the compiled step, so that the state has the same bits however a text is
+            cut: into prompts and continuations, segments, batches, generated tokens and kept states.
 
     Returns:
         The state of the rows after their prompts.
@@ -64,12 +68,18 @@ def prefill(
         raise ValueError(f"the cache must have {len(prompts)} rows, one for each prompt, got {cache.batch_size}")
     if not prompts:
         raise ValueError("generation needs at least one row, got a batch of 0")
-    reader = Prefill(model, prompts, cache, segment_len=segment_len)
+    reader = Prefill(model, prompts, cache, segment_len=segment_len, exact=exact)
     state = None
     while not reader.is_done:
         state = reader.read_segment()
     assert state is not None
     return state
+
+
+def check_exact(model: MambaLM) -> None:
+    """Raise `ValueError` if the compiled step does not run, which exact reading needs."""
+    if reason := Decoder(model).window_reason:
+        raise ValueError(f"exact reading needs the compiled step, which does not run: {reason}")
 
 
 class _FinishedRows(NamedTuple):
@@ -99,13 +109,15 @@ class Prefill:
         earlier: LMCache | GenerationState | None = None,
         *,
         segment_len: int = SEGMENT_LEN,
+        exact: bool = False,
         keeps_state_at: Callable[[int], bool] | None = None,
         logprobs: int | None = None,
     ) -> None:
         """Prepare to read prompts of at least one token each, from `earlier` on; from the zero state if it is None.
 
-        `keeps_state_at` returns whether the state at a position before the end is needed too. `logprobs` is the number
-        of most likely tokens to score for each token of a single prompt; None for no scores.
+        `exact` is that of `prefill`; `keeps_state_at` returns whether the state at a position before the end is needed
+        too. `logprobs` is the number of most likely tokens to score for each token of a single prompt; None for no
+        scores.
         """
         if segment_len < 1:
             raise ValueError(f"segment_len must be at least 1, got {segment_len}")
@@ -120,6 +132,9 @@ class Prefill:
         self._earlier = earlier if isinstance(earlier, GenerationState) else None
         self._cache = earlier.cache if isinstance(earlier, GenerationState) else earlier
         self._segment_len = segment_len
+        if exact:
+            check_exact(model)
+        self._decoder = Decoder(model) if exact else None
         self._keeps_state_at = keeps_state_at
         self._logprobs = logprobs
         self._active = list(range(len(prompts)))  # rows with tokens left; `_cache` is theirs
@@ -177,6 +192,8 @@ class Prefill:
 
     def _run(self, segments: list[Tensor], with_logits: bool) -> tuple[Tensor | None, LMCache]:
         """Run the model over a segment of each active row; return the last logits (b, v) and the cache after it."""
+        if self._decoder is not None:
+            return self._run_exact(self._decoder, segments, with_logits)
         lengths = [len(segment) for segment in segments]
         ids_bt = pad_sequence(segments, batch_first=True)
         if self._logprobs is not None:
@@ -185,19 +202,39 @@ class Prefill:
         output = self._model(ids_bt, self._cache, mask=lengths_b, logits="last" if with_logits else "none")
         return (output.logits[:, 0] if with_logits else None), output.cache
 
+    def _run_exact(self, decoder: Decoder, segments: list[Tensor], with_logits: bool) -> tuple[Tensor | None, LMCache]:
+        """Do the same in windows; rows of different lengths one by one, which changes no bit."""
+        is_even = len({len(segment) for segment in segments}) == 1
+        parts = [torch.stack(segments)] if is_even else [segment.unsqueeze(0) for segment in segments]
+        logits, caches = [], []
+        for row, ids_bt in enumerate(parts):
+            cache = self._cache if is_even or self._cache is None else self._cache.rows([row])
+            kind: Literal["all", "last", "none"] = "last" if with_logits else "none"
+            logits_bnv, after = decoder.read(ids_bt, cache, logits="all" if self._logprobs is not None else kind)
+            if self._logprobs is not None and logits_bnv is not None:
+                self._score(ids_bt, logits_bnv[0], self._logprobs)
+            logits.append(None if logits_bnv is None else logits_bnv[:, -1])
+            caches.append(after)
+        last = [x for x in logits if x is not None]
+        return (torch.cat(last) if last else None), LMCache.cat(caches)
+
     def _run_scored(self, ids_1t: Tensor, alternatives: int) -> tuple[Tensor, LMCache]:
         """Run the model over a segment of one row, and score each token with the logits before it."""
-        model, vocab_size = self._model, self._model.config.vocab_size
+        model = self._model
         hidden_1td, cache = model.backbone(ids_1t, self._cache)
         # A head rounds one row differently from many, so the last logits are computed as they are without scores.
         last_1v = apply_linear(model.lm_head, hidden_1td[:, -1:])[:, 0]
-        logits_tv = apply_linear(model.lm_head, hidden_1td)[0]
+        self._score(ids_1t, apply_linear(model.lm_head, hidden_1td)[0], alternatives)
+        return last_1v, cache
+
+    def _score(self, ids_1t: Tensor, logits_tv: Tensor, alternatives: int) -> None:
+        """Score each token of one row with the logits before it; `logits_tv` are those after each."""
+        vocab_size = self._model.config.vocab_size
         before = [self._last_logits_1v, *logits_tv[:-1].split(1)]
         for logits_1v, token in zip(before, ids_1t[0].tolist(), strict=True):
             scores = [] if logits_1v is None else score_token(logits_1v[0, :vocab_size], token, alternatives)
             self.prompt_scores.append(scores)
         self._last_logits_1v = logits_tv[-1:].clone()
-        return last_1v, cache
 
     def _make_state(self, parts: list[_FinishedRows]) -> GenerationState:
         """Return the state of all rows, in their order, after the tokens read so far."""

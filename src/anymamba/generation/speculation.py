@@ -167,7 +167,9 @@ class ModelDrafter:
             unread.append(token)
         # The states after drafts that all rows chose are used.
         if self._proposed and [row[:1] for row in self._drafts] == [[token] for token in tokens]:
-            self._logits, self._cache = self._proposed.pop(0)
+            logits_bv, cache = self._proposed.pop(0)
+            self._logits = logits_bv
+            self._cache = cache
             self._drafts = [row[1:] for row in self._drafts]
             for unread in self._unread:
                 unread.clear()
@@ -210,14 +212,17 @@ class ModelDrafter:
         prompts = [torch.tensor(tokens) for tokens in self._unread]
         if all(len(prompt) == 1 for prompt in prompts):
             ids_b = torch.cat(prompts).to(self._decoder.model.device)
-            self._logits, self._cache = self._decoder.step(ids_b, self._cache)
+            logits_bv, cache = self._decoder.step(ids_b, self._cache)
         else:
             lengths_b = torch.tensor([len(prompt) for prompt in prompts])
             state = prefill(self._decoder.model, pad_sequence(prompts, batch_first=True), self._cache, mask=lengths_b)
-            self._logits, self._cache = state.logits, state.cache
+            logits_bv = state.logits
+            cache = state.cache
+        self._logits = logits_bv
+        self._cache = cache
         for unread in self._unread:
             unread.clear()
-        return self._logits
+        return logits_bv
 
 
 class WindowSize:

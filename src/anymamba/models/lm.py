@@ -239,11 +239,20 @@ class MambaLM(HasFingerprint):
 
     def describe_step(self, builder: StepBuilder) -> None:
         """Describe `step` after the embedding: from the residual stream in slot 0 to the logits."""
-        builder.check_unmodified(self, MambaLM)
-        backbone = builder.submodule(self, "backbone", Backbone)
-        backbone.describe_step(builder)
+        backbone = self._describe_layers(builder)
         width, hidden = builder.input_width, backbone.describe_norm(builder)
         builder.linear(hidden, self, "lm_head", width, self._head_width, to=OUTPUT)
+
+    def describe_read(self, builder: StepBuilder) -> None:
+        """Describe a step for its cache alone: no logits, the output is the residual stream."""
+        self._describe_layers(builder)
+        builder.write(0, builder.input_width)
+
+    def _describe_layers(self, builder: StepBuilder) -> Backbone:
+        builder.check_unmodified(self, MambaLM)
+        backbone: Backbone = builder.submodule(self, "backbone", Backbone)
+        backbone.describe_step(builder)
+        return backbone
 
     def init_cache(self, batch_size: int) -> LMCache:
         """Return the empty cache."""

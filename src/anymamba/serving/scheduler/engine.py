@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 
 from anymamba.core.process import trim_freed_memory
+from anymamba.generation.prefill import check_exact
 from anymamba.generation.sampling import hash_tokens
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.lm import MambaLM
@@ -38,6 +39,7 @@ class Engine:
         segment_len: Number of tokens of a prompt that are read at once.
         stall: Seconds that prefill may delay the next token of running replies; at least one segment is read.
         together: True to step all rows in one batch, False to step each alone, None to choose what keeps the bits.
+        exact: Whether to read prompts so that bits do not depend on where a text was cut, as `prefill` does.
     """
 
     def __init__(
@@ -50,8 +52,11 @@ class Engine:
         segment_len: int = SEGMENT_LEN,
         stall: float = 0.1,
         together: bool | None = None,
+        exact: bool = False,
     ) -> None:
         """Start the thread."""
+        if exact:
+            check_exact(model)
         self.model = model
         self.tokenizer = tokenizer
         self.segment_len = segment_len
@@ -60,7 +65,9 @@ class Engine:
         kind = GrowingSlots if has_growing_cache(model) else DecodeSlots
         slots: Slots = kind(model, rows, together)
         self._decode_loop = DecodeLoop(slots, tokenizer, model.config.vocab_size, self._outbox, self._is_over)
-        self._prefill_queue = PrefillQueue(model, segment_len, self._outbox, self._is_over, self._decode_loop.add)
+        self._prefill_queue = PrefillQueue(
+            model, segment_len, self._outbox, self._is_over, self._decode_loop.add, exact=exact
+        )
         self._changed = threading.Condition(threading.RLock())
         self._new_jobs: deque[Job] = deque()  # shared with other threads, under the condition
         self._is_closing = False

@@ -42,12 +42,15 @@ class PrefillQueue:
         outbox: Outbox,
         is_over: Callable[[Job], bool],
         on_done: Callable[[PrefilledJob], None],
+        *,
+        exact: bool = False,
     ) -> None:
         """Begin with an empty queue."""
         if segment_len < 1:
             raise ValueError(f"segment_len must be at least 1, got {segment_len}")
         self._model = model
         self._segment_len = segment_len
+        self._exact = exact
         self._outbox = outbox
         self._is_over = is_over
         self._on_done = on_done
@@ -117,6 +120,7 @@ class PrefillQueue:
                     [prompt.start.ids],
                     prompt.start.state,
                     segment_len=self._segment_len,
+                    exact=self._exact,
                     keeps_state_at=job.should_cache_at,
                     logprobs=job.prompt_logprobs,
                 )
