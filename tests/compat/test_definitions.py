@@ -1,6 +1,7 @@
 """Functions that have no recorded vectors, against their formulas in float64."""
 
 import importlib
+import importlib.util
 import math
 from functools import partial
 
@@ -188,6 +189,11 @@ def test_a_model_takes_options_of_its_initial_values():
     assert 0.9 * bound < model.layers[0].mixer.out_proj.weight.abs().max().item() <= bound
 
 
+def test_a_model_of_the_first_versions_has_no_mlp():
+    model = official("models.mixer_seq_simple.MixerModel")(d_model=16, n_layer=1, vocab_size=20)
+    assert model.layers[0].mlp is None
+
+
 def test_the_residual_layer_of_the_first_versions_takes_no_mlp():
     former, layer = official("modules.mamba_simple.Block"), official("modules.block.Block")
     mixer, norm = partial(official("modules.mamba_simple.Mamba"), d_state=4), partial(nn.LayerNorm, eps=1e-3)
@@ -235,3 +241,37 @@ def test_a_block_in_both_directions_is_vims(kind, halves):
         initial(torch.randn(B, L, 8), inference_params=object())
     with pytest.raises(ValueError, match=r"bimamba_type must be one of none, v1, v2, got 'v3'"):
         official("modules.mamba_simple.Mamba")(8, bimamba_type="v3")
+
+
+def test_filters_of_logits_remove_the_least_likely_tokens_in_place():
+    rows = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.6, 0.3]]).log()
+    for name, limit, expected in (
+        ("top_k", 2, [[1, 0, 1], [0, 1, 1]]),
+        ("top_p", 0.75, [[1, 0, 1], [0, 1, 1]]),
+        ("top_p", 0.4, [[1, 0, 0], [0, 1, 0]]),
+        ("top_p", 0.0, [[1, 1, 1], [1, 1, 1]]),
+        ("min_p", 0.0, [[1, 1, 1], [1, 1, 1]]),
+    ):
+        logits = rows.clone()
+        assert official(f"utils.generation.modify_logits_for_{name}_filtering")(logits, limit) is None
+        assert torch.isfinite(logits).int().tolist() == expected
+        assert torch.equal(logits[torch.isfinite(logits)], rows[torch.isfinite(logits)])
+    logits = torch.tensor([[0.2, 0.7]])  # min_p is compared with what is passed
+    official("utils.generation.modify_logits_for_min_p_filtering")(logits, 0.5)
+    assert logits.tolist() == [[-math.inf, pytest.approx(0.7)]]
+
+
+def test_an_import_of_everything_brings_what_the_official_module_imports():
+    names = {}
+    exec("from mamba_ssm.utils.generation import *", names)
+    from dataclasses import dataclass
+
+    assert names["dataclass"] is dataclass
+    assert names["torch"] is torch
+    assert names["F"] is F
+    assert names["InferenceParams"] is official("utils.generation.InferenceParams")
+    if importlib.util.find_spec("transformers") is not None:
+        from transformers.generation import GenerateDecoderOnlyOutput, TextStreamer
+
+        assert names["TextStreamer"] is TextStreamer
+        assert names["SampleDecoderOnlyOutput"] is GenerateDecoderOnlyOutput

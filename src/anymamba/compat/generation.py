@@ -65,6 +65,25 @@ def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, min_p: float = 0.
     return sample_tokens(logits, sampling, torch.rand(logits.shape[0]).tolist()).to(logits.device)
 
 
+def modify_logits_for_min_p_filtering(logits: Tensor, min_p: float) -> None:
+    """Set logits (b, v) below `min_p` to -inf in place, unless it is not between 0 and 1."""
+    if 0 < min_p < 1:
+        logits.masked_fill_(logits < min_p, float("-inf"))
+
+
+def modify_logits_for_top_k_filtering(logits: Tensor, top_k: int) -> None:
+    """Set all but the `top_k` largest logits of each row of (b, v) to -inf in place."""
+    logits.masked_fill_(logits < logits.topk(top_k).values[..., -1:], float("-inf"))
+
+
+def modify_logits_for_top_p_filtering(logits: Tensor, top_p: float) -> None:
+    """Set the logits (b, v) to -inf in place whose probabilities, with all smaller ones, reach at most 1 - `top_p`."""
+    if 0 < top_p < 1:
+        ascending, order = logits.sort()
+        is_removed = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+        logits.masked_fill_(is_removed.scatter(1, order, is_removed), float("-inf"))
+
+
 def modify_logit_for_repetition_penalty(
     logits: Tensor, prev_output_tokens: Tensor, repetition_penalty: float = 1.0
 ) -> Tensor:

@@ -119,6 +119,9 @@ TABLE: dict[str, dict[str, Any]] = {
         "sample": generation.sample,
         "decode": generation.decode,
         "modify_logit_for_repetition_penalty": generation.modify_logit_for_repetition_penalty,
+        "modify_logits_for_min_p_filtering": generation.modify_logits_for_min_p_filtering,
+        "modify_logits_for_top_k_filtering": generation.modify_logits_for_top_k_filtering,
+        "modify_logits_for_top_p_filtering": generation.modify_logits_for_top_p_filtering,
     },
     "mamba_ssm.utils.hf": {
         "load_config_hf": mixer_seq_simple.load_config_hf,
@@ -131,6 +134,24 @@ TABLE: dict[str, dict[str, Any]] = {
     "causal_conv1d.causal_conv1d_interface": _CONV_INTERFACE,
     "causal_conv1d.causal_conv1d_varlen": _CONV_VARLEN,
 }
+
+# What else `from mamba_ssm.utils.generation import *` brings, because the official module imports it: the module and
+# the name there. Only what is installed is brought.
+_GENERATION_IMPORTS = {
+    **{name: ("dataclasses", name) for name in ("dataclass", "field")},
+    **{name: ("typing", name) for name in ("Callable", "Optional", "Sequence", "Union")},
+    **{name: ("einops", name) for name in ("rearrange", "repeat")},
+    **{name: ("torch.profiler", name) for name in ("ProfilerActivity", "profile", "record_function")},
+    **{name: ("transformers.generation", name) for name in ("GenerateDecoderOnlyOutput", "TextStreamer")},
+    "GreedySearchDecoderOnlyOutput": ("transformers.generation", "GenerateDecoderOnlyOutput"),  # its former names
+    "SampleDecoderOnlyOutput": ("transformers.generation", "GenerateDecoderOnlyOutput"),
+    "F": ("torch.nn", "functional"),
+    "Tensor": ("torch", "Tensor"),
+    "namedtuple": ("collections", "namedtuple"),
+    "partial": ("functools", "partial"),
+    **{name: (name, "") for name in ("gc", "time", "torch")},
+}
+_IMPORTS = {"mamba_ssm.utils.generation": _GENERATION_IMPORTS}
 
 ACTIVATIONS = ("heavy_tail", "softplus")
 PACKAGES = ("mamba_ssm", "causal_conv1d")
@@ -169,13 +190,25 @@ class _Finder(MetaPathFinder, Loader):
         setattr(module, _MARKER, True)
         module.__version__ = VERSIONS[name.partition(".")[0]]  # type: ignore[attr-defined]
         module.__doc__ = f"anymamba's stand-in for {name}."
+        imports = {key: path for key, path in _IMPORTS.get(name, {}).items() if _is_installed(path[0])}
+        if imports:
+            module.__all__ = [*TABLE[name], *imports]  # type: ignore[attr-defined]
 
-        def raise_missing(attribute: str) -> NoReturn:
+        def get_missing(attribute: str) -> Any:
+            if attribute in imports:
+                path, imported = imports[attribute]
+                there = importlib.import_module(path)
+                return getattr(there, imported) if imported else there
             if attribute.startswith("__"):
                 raise AttributeError(attribute)
             _raise_missing(_NameNotProvidedError, f"{name}.{attribute}")
 
-        module.__getattr__ = raise_missing  # type: ignore[method-assign]
+        module.__getattr__ = get_missing  # type: ignore[method-assign]
+
+
+def _is_installed(module: str) -> bool:
+    package = module.partition(".")[0]
+    return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 _finder = _Finder()

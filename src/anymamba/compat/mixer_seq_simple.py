@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -127,12 +128,25 @@ def _init_weights(
                 parameter.div_(math.sqrt(n_residuals_per_layer * n_layer))
 
 
+def _accept_former_keywords(initialize: Callable[..., None]) -> Callable[..., None]:
+    """Let a constructor be called by keywords without `d_intermediate`, which the first versions did not have."""
+
+    @functools.wraps(initialize)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "vocab_size" in kwargs and len(args) < 3:
+            kwargs.setdefault("d_intermediate", 0)
+        initialize(self, *args, **kwargs)
+
+    return call
+
+
 class MixerModel(nn.Module):
     """Embedding, residual layers and the last norm, with the initial values of `anymamba.MambaLM`.
 
     An `initializer_cfg` holds options of `_init_weights`.
     """
 
+    @_accept_former_keywords
     def __init__(
         self,
         d_model: int,
