@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from anymamba.kernels.triton.elementwise import store_rounded
 from anymamba.kernels.triton.selective_kernels import sequence_span
 
 TWO_PI = tl.constexpr(6.283185307179586)
@@ -55,11 +56,11 @@ def sum_angles(
         theta_is = tl.cumsum(added_is, 0) + angle_s[None, :]
         theta_is -= tl.floor(theta_is / TWO_PI) * TWO_PI
         at = (token[:, None] * h + head) * pairs + s[None, :]
-        tl.store(theta + at, theta_is.to(theta.dtype.element_ty), mask=mask)
+        store_rounded(theta + at, theta_is, mask)
         angle_s += tl.sum(added_is, 0)
         angle_s -= tl.floor(angle_s / TWO_PI) * TWO_PI
     at = (sequence * h + head) * pairs + s
-    tl.store(final + at, angle_s.to(final.dtype.element_ty), mask=s < pairs)
+    store_rounded(final + at, angle_s, s < pairs)
 
 
 @triton.jit
@@ -109,8 +110,8 @@ def rotate_keys(
     theta_ts = tl.load(angle, mask=(token < tokens)[:, None] & (s < pairs)[None, :], other=0.0)
     cos, sin = tl.cos(theta_ts), tl.sin(theta_ts)
     out = rotated + ((token[:, None] * ranks + rank) * h + head) * n
-    tl.store(out + u[None, :], (u_ts * cos - w_ts * sin).to(rotated.dtype.element_ty), mask=is_u)
-    tl.store(out + w[None, :], (u_ts * sin + w_ts * cos).to(rotated.dtype.element_ty), mask=is_w)
+    store_rounded(out + u[None, :], u_ts * cos - w_ts * sin, is_u)
+    store_rounded(out + w[None, :], u_ts * sin + w_ts * cos, is_w)
 
 
 @triton.jit
@@ -169,8 +170,8 @@ def rotate_keys_backward(
         du_sum_ts += du_ts
         dw_sum_ts += dw_ts
     out = dk + ((token[:, None] * ranks + rank) * groups + group) * n
-    tl.store(out + u[None, :], du_sum_ts.to(dk.dtype.element_ty), mask=is_u)
-    tl.store(out + w[None, :], dw_sum_ts.to(dk.dtype.element_ty), mask=is_w)
+    store_rounded(out + u[None, :], du_sum_ts, is_u)
+    store_rounded(out + w[None, :], dw_sum_ts, is_w)
 
 
 @triton.jit
@@ -198,9 +199,9 @@ def sum_angle_gradients(
         mask = (step >= 0)[:, None] & (s < pairs)[None, :]
         at = dtheta + ((start + step)[:, None] * h + head) * pairs + s[None, :]
         dtheta_is = tl.load(at, mask=mask, other=0.0).to(tl.float64)
-        tl.store(at, (tl.cumsum(dtheta_is, 0) + sum_s[None, :]).to(dtheta.dtype.element_ty), mask=mask)
+        store_rounded(at, tl.cumsum(dtheta_is, 0) + sum_s[None, :], mask)
         sum_s += tl.sum(dtheta_is, 0)
-    tl.store(dinitial + state_at, sum_s.to(dinitial.dtype.element_ty), mask=s < pairs)
+    store_rounded(dinitial + state_at, sum_s, s < pairs)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from anymamba.kernels.triton.elementwise import store_rounded
 from anymamba.kernels.triton.tiles import (
     causal_decay,
     chunk_span,
@@ -129,7 +130,7 @@ def write_value_gradients(
     i = tl.arange(0, ROWS)
     offsets = (i * h * p)[:, None] + columns_p[None, :]
     mask = (i // RANK < steps)[:, None] & (columns_p < p)[None, :]
-    tl.store(dv + (start * RANK * h + head) * p + offsets, dv_jp.to(dv.dtype.element_ty), mask=mask)
+    store_rounded(dv + (start * RANK * h + head) * p + offsets, dv_jp, mask)
 
 
 @triton.jit
@@ -281,5 +282,5 @@ def write_key_query_gradients(
     first_row = ((part * tokens + start) * RANK * groups + group) * n
     offsets = (i * groups * n)[:, None] + columns_n[None, :]
     mask = (step < steps)[:, None] & (columns_n < n)[None, :]
-    tl.store(dq + first_row + offsets, dq_in.to(dq.dtype.element_ty), mask=mask)
-    tl.store(dk + first_row + offsets, dk_jn.to(dk.dtype.element_ty), mask=mask)
+    store_rounded(dq + first_row + offsets, dq_in, mask)
+    store_rounded(dk + first_row + offsets, dk_jn, mask)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from anymamba.kernels.triton.elementwise import store_rounded
 from anymamba.kernels.triton.tiles import (
     causal_decay,
     chunk_span,
@@ -109,4 +110,4 @@ def write_outputs(
     i = tl.arange(0, ROWS)
     offsets = (i * h * p)[:, None] + columns_p[None, :]
     mask = (i // RANK < steps)[:, None] & (columns_p < p)[None, :]
-    tl.store(y + (start * RANK * h + head) * p + offsets, y_ip.to(y.dtype.element_ty), mask=mask)
+    store_rounded(y + (start * RANK * h + head) * p + offsets, y_ip, mask)

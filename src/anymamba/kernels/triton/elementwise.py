@@ -68,10 +68,15 @@ def tanh_slope(x):
 
 
 @triton.jit
-def store_rounded(pointer, x, mask):
-    """Store `x` in the dtype of the memory, rounded to nearest."""
-    dtype = pointer.dtype.element_ty
-    if INTERPRETED and dtype == tl.bfloat16:
+def round_to(x, DTYPE: tl.constexpr):
+    """Return `x` in `DTYPE`, rounded to nearest."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
         x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
-    tl.store(pointer, x.to(dtype), mask=mask)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def store_rounded(pointer, x, mask):
+    """Store `x` in the dtype of the memory, rounded to nearest."""
+    tl.store(pointer, round_to(x, pointer.dtype.element_ty), mask=mask)

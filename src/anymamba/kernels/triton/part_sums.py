@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anymamba.kernels.triton.elementwise import store_rounded
 from anymamba.kernels.triton.launch import launch
 
 _BLOCK = 1024
@@ -20,7 +21,7 @@ def sum_parts(parts, total, count, size, BLOCK: tl.constexpr):
     sum_i = tl.load(parts + i, mask=mask, other=0.0)
     for part in range(1, count):
         sum_i += tl.load(parts + (part * size).to(tl.int64) + i, mask=mask, other=0.0)
-    tl.store(total + i, sum_i.to(total.dtype.element_ty), mask=mask)
+    store_rounded(total + i, sum_i, mask)
 
 
 def add_parts(parts: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -29,33 +29,12 @@ from torch import Tensor
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.operators import allocate_like
 from anymamba.kernels.triton.block_sizes import fit
+from anymamba.kernels.triton.elementwise import ACC_DTYPES, sigmoid, silu, silu_slope, softplus, store_rounded
 from anymamba.kernels.triton.launch import launch, row_major
 from anymamba.kernels.triton.part_sums import add_parts
 from anymamba.kernels.triton.selection import GpuKernel
 
 _STEPS = 8  # of a block, which is recomputed from one stored state
-
-
-@triton.jit
-def softplus(x):
-    """Return `log(1 + exp(x))`: `max(x, 0) + log1p(e)` with `e = exp(-|x|)`, `log1p(e) = 2 artanh(e / (2 + e))`.
-
-    The series needs no logarithm of a number near 1, which a GPU computes to few digits.
-    """
-    e = tl.exp(-tl.abs(x))
-    s = e / (2.0 + e)
-    square = s * s
-    series = 1.0 / 21.0
-    for i in tl.static_range(10):
-        series = series * square + 1.0 / (19.0 - 2.0 * i)
-    return tl.where(x > 20.0, x, tl.maximum(x, 0.0) + 2.0 * s * series)
-
-
-@triton.jit
-def sigmoid(x):
-    """Return `1 / (1 + exp(-x))` without overflow."""
-    e = tl.exp(-tl.abs(x))
-    return tl.where(x >= 0.0, 1.0, e) / (1.0 + e)
 
 
 @triton.jit
@@ -129,8 +108,8 @@ def scan_channels(
                 y_i += skip_i * x_i
             if z is not None:
                 z_i = tl.load(z + token * z_stride + i, mask=is_i, other=0.0).to(ACC)
-                y_i *= z_i * sigmoid(z_i)
-            tl.store(y + token * width + i, y_i.to(y.dtype.element_ty), mask=is_i)
+                y_i *= silu(z_i)
+            store_rounded(y + token * width + i, y_i, is_i)
     if final is not None:
         tl.store(final + sequence * width * n + at, state_in, mask=mask)
 
@@ -217,10 +196,9 @@ def scan_channels_backward(
             if skip is not None:
                 read_i += skip_i * x_i
             z_i = tl.load(z + token * z_stride + i, mask=is_i, other=0.0).to(ACC)
-            open_i = sigmoid(z_i)
-            dz_i = grad_i * read_i * open_i * (1.0 + z_i * (1.0 - open_i))
-            tl.store(dz + token * width + i, dz_i.to(dz.dtype.element_ty), mask=is_i)
-            grad_i *= z_i * open_i
+            dz_i = grad_i * read_i * silu_slope(z_i)
+            store_rounded(dz + token * width + i, dz_i, is_i)
+            grad_i *= silu(z_i)
         # 4) Pass it to the inputs of this step, and to the state before it.
         g_in += grad_i[:, None] * c_n[None, :]
         tl.store(dc + (part + token) * n + j, tl.sum(grad_i[:, None] * state_in, 0), mask=is_n)
@@ -234,7 +212,7 @@ def scan_channels_backward(
         if skip is not None:
             dx_i += skip_i * grad_i
             dskip_i += grad_i * x_i
-        tl.store(dx + token * width + i, dx_i.to(dx.dtype.element_ty), mask=is_i)
+        store_rounded(dx + token * width + i, dx_i, is_i)
         g_in *= decay_in
     tl.store(dinitial + place + at, g_in, mask=mask)
     tl.store(drates + place + at, drates_in, mask=mask)
@@ -277,7 +255,7 @@ class _Selective(NamedTuple):
             PACKED=self.cu_seqlens is not None,
             WIDTH=self.block,
             STATE=fit(self.rates.shape[1], 1 << 20),
-            ACC=tl.float64 if state_dtype(self.x.dtype) == torch.float64 else tl.float32,
+            ACC=ACC_DTYPES[state_dtype(self.x.dtype)],
             num_warps=4,
             num_stages=1,
         )

@@ -19,9 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anymamba.kernels.triton.selection import IS_INTERPRETED
+from anymamba.kernels.triton.elementwise import INTERPRETED, round_to
 
-INTERPRETED = tl.constexpr(IS_INTERPRETED)
 MIN_LOG_DECAY = tl.constexpr(-1000.0)  # a factor of zero
 
 
@@ -92,19 +91,20 @@ def causal_decay(high, low, steps, ROWS: tl.constexpr, RANK: tl.constexpr):
 @triton.jit
 def dot(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Return `a @ b` with operands rounded to OPERAND, summed in float32 (float64 for float64)."""
+    a, b = round_to(a, OPERAND), round_to(b, OPERAND)
     if INTERPRETED and OPERAND == tl.bfloat16:
-        return tl.dot(a.to(tl.bfloat16).to(tl.float32), b.to(tl.bfloat16).to(tl.float32))
-    return tl.dot(a.to(OPERAND), b.to(OPERAND), input_precision=PRECISION)
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
 def dot_exact(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Return `a @ b` without rounding `a`, for a `b` that OPERAND holds exactly."""
     if OPERAND == tl.bfloat16:
-        first = a.to(tl.bfloat16)
+        first = round_to(a, OPERAND)
         rest = a - first.to(tl.float32)
-        second = rest.to(tl.bfloat16)
-        third = (rest - second.to(tl.float32)).to(tl.bfloat16)
+        second = round_to(rest, OPERAND)
+        third = round_to(rest - second.to(tl.float32), OPERAND)
         small = dot(third, b, OPERAND, PRECISION) + dot(second, b, OPERAND, PRECISION)
         return small + dot(first, b, OPERAND, PRECISION)
     return dot(a, b, OPERAND, PRECISION)

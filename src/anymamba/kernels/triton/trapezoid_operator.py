@@ -17,7 +17,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from anymamba.core.dtypes import state_dtype
@@ -31,6 +30,7 @@ from anymamba.kernels.triton.angle_kernels import (
     sum_angles,
 )
 from anymamba.kernels.triton.block_sizes import MAX_RANK, fit
+from anymamba.kernels.triton.elementwise import ACC_DTYPES
 from anymamba.kernels.triton.launch import launch, row_major
 from anymamba.kernels.triton.part_sums import add_parts
 from anymamba.kernels.triton.selection import GpuKernel
@@ -68,11 +68,6 @@ class _Rotated(NamedTuple):
         """Return the number of angles of a head."""
         return self.initial_rotation.shape[2]
 
-    @property
-    def acc(self) -> Any:
-        """Return the dtype of states and angles, as Triton names it."""
-        return tl.float64 if state_dtype(self.x.dtype) == torch.float64 else tl.float32
-
     def sum_angles(self) -> tuple[Tensor, Tensor]:
         """Return the angles of every token (tokens, h, s), and the last ones of every sequence."""
         (b, t, h, _), rate, dt = self.x.shape, row_major(self.rate).flatten(0, 1), row_major(self.dt).flatten(0, 1)
@@ -103,7 +98,7 @@ class _Rotated(NamedTuple):
             HALVES=self.rotation == "halves",
             BLOCK=_BLOCK,
             PAIRS=tile,
-            ACC=self.acc,
+            ACC=ACC_DTYPES[state_dtype(self.x.dtype)],
             num_warps=4,
         )
         return rotated
@@ -113,7 +108,7 @@ class _Rotated(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of keys or queries and of their bias; write or add that of the angles of each rank."""
         (b, t, r, h, n), groups = rotated.shape, self.k.shape[3]
-        blocks, tile = -(-(b * t) // _BLOCK), fit((n + 1) // 2, 64)
+        blocks, tile = -(-(b * t) // _BLOCK), fit((n + 1) // 2, 32)
         dk = rotated.new_empty((b, t, r, groups, n))
         dbias = theta.new_empty((blocks, h, r, n))
         launch(
@@ -124,7 +119,7 @@ class _Rotated(NamedTuple):
             HALVES=self.rotation == "halves",
             BLOCK=_BLOCK,
             PAIRS=tile,
-            ACC=self.acc,
+            ACC=ACC_DTYPES[state_dtype(self.x.dtype)],
             num_warps=4,
         )
         return dk, dbias.sum(0).to(bias.dtype)
@@ -149,7 +144,7 @@ class _Rotated(NamedTuple):
             *(dtheta, rate, dt, drate, ddt, b * t, h, self.pairs, rate.stride(0), dt.stride(0)),
             BLOCK=_BLOCK,
             PAIRS=fit(self.pairs, 64),
-            ACC=self.acc,
+            ACC=ACC_DTYPES[state_dtype(self.x.dtype)],
             num_warps=4,
         )
         return drate, ddt, dinitial
