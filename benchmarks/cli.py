@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 
 from anymamba import keep_freed_memory
-from benchmarks import busy, generation, hf_models, kernels, llama, mamba1, mamba2, mamba3, stacks, training
+from benchmarks import busy, generation, hf_models, hybrids, kernels, llama, mamba1, mamba2, mamba3, stacks, training
 from benchmarks.harness import Case, CaseResult, Contender, DisagreementError, time_case
 from benchmarks.machine import describe_machine
 from benchmarks.memory import measure_here, measure_in_child
 from benchmarks.report import Report, write_atomically
 
-MODULES = (mamba1, mamba2, mamba3, kernels, generation, busy, llama, training, stacks, hf_models)
+MODULES = (mamba1, mamba2, mamba3, kernels, generation, busy, llama, training, stacks, hf_models, hybrids)
 CASES = {case.name: case for module in MODULES for case in module.CASES}
 
 EXIT_DISAGREEMENT = 1
