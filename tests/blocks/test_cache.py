@@ -114,7 +114,7 @@ def test_a_damaged_or_foreign_file_is_rejected(cache, tmp_path):
     from safetensors.torch import save_file
 
     save_file({"x": torch.zeros(1)}, file)
-    with pytest.raises(ValueError, match="expected a saved Mamba2Cache, got a file of no kind"):
+    with pytest.raises(ValueError, match="expected a saved Mamba2Cache, got a file that names no kind"):
         Mamba2Cache.load(file)
 
 

@@ -127,7 +127,7 @@ def test_a_damaged_or_foreign_file_raises(tmp_path, x):
         with pytest.raises(ValueError, match="not a readable safetensors file"):
             LMCache.load(file, model)
     save_file({"a": torch.ones(1)}, file)
-    with pytest.raises(ValueError, match="expected a saved LMCache, got a file of no kind"):
+    with pytest.raises(ValueError, match="expected a saved LMCache, got a file that names no kind"):
         LMCache.load(file, model)
     with pytest.raises(ValueError, match="no such file"):
         LMCache.load(tmp_path / "nothing", model)
