@@ -66,9 +66,13 @@ def test_it_leaves_torch_as_it_was(capsys):
 
 
 @needs_no_cuda
-def test_devices_that_are_not_cuda_are_kept():
+def test_devices_that_are_not_cuda_are_kept(tmp_path):
+    torch.save(torch.ones(2), tmp_path / "x.pt")
     compat.install(cuda_as_cpu=True)
     try:
+        assert torch.load(tmp_path / "x.pt", map_location="meta").is_meta
+        for location in (None, "cuda", {"cpu": "cuda:1"}, lambda storage, place: storage.cuda()):
+            assert torch.load(tmp_path / "x.pt", map_location=location).tolist() == [1, 1]
         assert torch.empty(2, device="meta").device.type == "meta"
         assert torch.zeros(2).to("meta").device.type == "meta"
         assert torch.nn.Linear(2, 2).to("meta").weight.is_meta

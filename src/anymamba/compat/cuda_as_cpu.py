@@ -164,7 +164,8 @@ def _redirected_generator(generator: Any) -> Any:
 def _load_to_cpu(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def call(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return load(f, "cpu", *args, **kwargs)
+        is_device = isinstance(map_location, str | torch.device)  # not a function or a table, which lead to CUDA
+        return load(f, _as_cpu(map_location) if is_device else "cpu", *args, **kwargs)
 
     return call
 
