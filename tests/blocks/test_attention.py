@@ -131,6 +131,18 @@ def test_branches_and_joined_rows_continue_as_alone(tmp_path):
         assert_near(new.rows(row).kv, alone.kv, FLOOR[torch.float64])
 
 
+@pytest.mark.parametrize("fields", [{}, {"softcap": 2.0}])
+def test_padding_far_after_the_last_key_gives_no_nan(fields):
+    block = Attention(16, num_heads=4, window=3, dtype=torch.float64, **fields)
+    _, cache = block.prefill(torch.randn(2, 50, 16, dtype=torch.float64), mask=torch.tensor([50, 1]))
+    x = torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
+    y, new = block.prefill(x, cache.detach(), mask=torch.tensor([0, 9]))
+    (y.sum() + new.kv.sum()).backward()
+    assert torch.isfinite(y).all()
+    assert torch.isfinite(x.grad).all()
+    assert all(torch.isfinite(p.grad).all() for p in block.parameters())
+
+
 @pytest.mark.parametrize("window", [None, 7])
 def test_queries_in_parts_are_the_whole(window, monkeypatch):
     block = Attention(16, num_heads=4, window=window, dtype=torch.float64)

@@ -107,7 +107,8 @@ def causal_attention(
 
 def _visible_keys(begins_b: Tensor, t: int, s: int, window: int | None) -> Tensor:
     """Return (b, t, s), True for the keys that each query reads."""
-    query_bt1 = (begins_b.unsqueeze(1) + torch.arange(t, device=begins_b.device)).unsqueeze(-1)
+    # Queries of padding may be after the last key. They read the last ones: a softmax over none is not a number.
+    query_bt1 = (begins_b.unsqueeze(1) + torch.arange(t, device=begins_b.device)).clamp(max=s - 1).unsqueeze(-1)
     key_s = torch.arange(s, device=begins_b.device)
     visible = key_s <= query_bt1
     return visible if window is None else visible & (key_s > query_bt1 - window)
