@@ -16,13 +16,28 @@ from pathlib import Path
 import torch
 
 from anymamba import keep_freed_memory
-from benchmarks import busy, generation, hf_models, hybrids, kernels, llama, mamba1, mamba2, mamba3, stacks, training
+from anymamba.core.dtypes import parse_device
+from benchmarks import (
+    busy,
+    generation,
+    gpu,
+    hf_models,
+    hybrids,
+    kernels,
+    llama,
+    mamba1,
+    mamba2,
+    mamba3,
+    stacks,
+    training,
+)
+from benchmarks.device import describe_accelerator, measure_peak_bytes
 from benchmarks.harness import Case, CaseResult, Contender, DisagreementError, time_case
-from benchmarks.machine import describe_machine
+from benchmarks.machine import GPU_PACKAGES, describe_machine, installed_version
 from benchmarks.memory import measure_here, measure_in_child
 from benchmarks.report import Report, write_atomically
 
-MODULES = (mamba1, mamba2, mamba3, kernels, generation, busy, llama, training, stacks, hf_models, hybrids)
+MODULES = (mamba1, mamba2, mamba3, kernels, generation, busy, llama, training, stacks, hf_models, hybrids, gpu)
 CASES = {case.name: case for module in MODULES for case in module.CASES}
 
 EXIT_DISAGREEMENT = 1
@@ -46,6 +61,7 @@ examples:
   python -m benchmarks --list
   python -m benchmarks --only 'ssd/*' 'seeds/*' --repeats 15 --json out.json
   python -m benchmarks --quick
+  python -m benchmarks --device cuda --only 'gpu/*'   (what it prints is what benchmarks/RESULTS.md has a place for)
   python -m benchmarks --only generation/long-prompt/mamba2-130m-two-layers   (the long prompts only run when named)
 """
 
@@ -68,6 +84,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.skip_heavy:
         cases = [light for case in cases if (light := without_heavy(case)) is not None]
+    try:
+        device = parse_device(options.device, "--device")
+    except ValueError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    cases = [without_missing_peers(case, device) for case in cases]
     if missing := missing_libraries(cases):
         print(
             f"{parser.prog}: {', '.join(missing)} must be installed to measure these cases: pip install -e '.[bench]', "
@@ -84,10 +106,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.processor_time and options.threads != 1:
         print(f"{parser.prog}: --processor-time needs --threads 1, got {options.threads}", file=sys.stderr)
         return EXIT_USAGE
-    report = Report(command=_command(options), machine=describe_machine())
+    machine = describe_machine()
+    if device.type != "cpu":
+        machine["device"] = describe_accelerator(device)
+        machine["versions"] |= {name: installed_version(name) for name in GPU_PACKAGES}
+    report = Report(command=_command(options), machine=machine)
     for case in cases:
         try:
-            report.results.append(_measure(case, options))
+            report.results.append(_measure(case, options, device))
         except DisagreementError as error:
             _progress(str(error))
             report.rejected.append(error)
@@ -120,20 +146,34 @@ def without_heavy(case: Case) -> Case | None:
     return dataclasses.replace(case, contenders=light)
 
 
+def without_missing_peers(case: Case, device: torch.device) -> Case:
+    """Return `case` without the optional contenders whose library is not installed, or which need a GPU."""
+    present = tuple(
+        contender
+        for contender in case.contenders
+        if not contender.optional or (device.type != "cpu" and importlib.util.find_spec(contender.library))
+    )
+    return dataclasses.replace(case, contenders=present)
+
+
 def missing_libraries(cases: Sequence[Case]) -> list[str]:
     """Return the packages that the contenders of `cases` need and that are not installed."""
     needed = {contender.library for case in cases for contender in case.contenders}
     return sorted(library for library in needed if importlib.util.find_spec(library) is None)
 
 
-def _measure(case: Case, options: argparse.Namespace) -> CaseResult:
+def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> CaseResult:
     clock = time.process_time if options.processor_time else time.perf_counter
-    result = time_case(case, options.repeats, _progress, clock)
+    result = time_case(case, options.repeats, _progress, clock, device)
     if result.doubt is not None:
         _progress(f"{case.name}: not to be trusted, {result.doubt}; measure again on an idle machine")
     if not options.memory:
         return result
     _progress(f"{case.name}: memory")
+    if device.type != "cpu":
+        measured = {contender.name: measure_peak_bytes(contender.setup, device) for contender in case.contenders}
+        peaks = {name: size for name, size in measured.items() if size is not None}
+        return dataclasses.replace(result, peak_bytes=peaks or None)
     peaks = {
         contender.name: measure_in_child(case.name, contender.name, options.threads) for contender in case.contenders
     }
@@ -169,6 +209,8 @@ def _command(options: argparse.Namespace) -> str:
     if options.only:
         words += ["--only", *options.only]
     words += ["--repeats", str(options.repeats), "--threads", str(options.threads)]
+    if options.device != "cpu":
+        words += ["--device", options.device]
     if options.skip_heavy:
         words.append("--skip-heavy")
     if not options.memory:
@@ -210,6 +252,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--threads", type=_positive, default=2, metavar="N", help="threads that torch computes with (2)"
     )
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="device to measure on, such as cuda (cpu)")
     parser.add_argument("--skip-heavy", action="store_true", help="leave out contenders that take very long")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="do not measure memory")
     parser.add_argument(

@@ -13,15 +13,16 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from benchmarks.device import CPU, Clock, OnDevice, seconds
 from benchmarks.machine import OtherPrograms
 
 Call = Callable[[], Mapping[str, Tensor]]
-Clock = Callable[[], float]
 
 MIN_SAMPLE_SECONDS = 0.2
 HEAVY_REPEATS = 2
@@ -45,6 +46,7 @@ class Contender:
         computes: Function that is computed. Contenders of a case that compute the same one must agree.
         library: Package that must be installed.
         heavy: Whether it is so slow that it gets `HEAVY_REPEATS` samples at most, and can be left out of a run.
+        optional: Whether it is left out where its library is not installed, and on a CPU.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Contender:
     computes: str
     library: str = "anymamba"
     heavy: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +156,7 @@ def compare(reference: Mapping[str, Tensor], results: Mapping[str, Tensor], tole
     """
     differences = [f"{name}: missing from one side" for name in sorted(reference.keys() ^ results.keys())]
     for name in reference.keys() & results.keys():
-        expected, actual = reference[name].double(), results[name].double()
+        expected, actual = reference[name].cpu().double(), results[name].cpu().double()
         if expected.shape != actual.shape:
             differences.append(f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
             continue
@@ -189,16 +192,12 @@ def check_agreement(case: Case, results: Mapping[str, Mapping[str, Tensor]]) -> 
         raise DisagreementError(case.name, differences)
 
 
-def seconds(call: Call, calls: int, clock: Clock = time.perf_counter) -> float:
-    """Return the seconds per call, over `calls` calls."""
-    start = clock()
-    for _ in range(calls):
-        call()
-    return (clock() - start) / calls
-
-
 def time_case(
-    case: Case, repeats: int, progress: Callable[[str], None], clock: Clock = time.perf_counter
+    case: Case,
+    repeats: int,
+    progress: Callable[[str], None],
+    clock: Clock = time.perf_counter,
+    device: torch.device = CPU,
 ) -> CaseResult:
     """Check that the contenders of `case` agree, then time them in interleaved rounds.
 
@@ -210,6 +209,7 @@ def time_case(
         repeats: Number of rounds.
         progress: Function that receives lines of progress.
         clock: Clock in seconds; one of processor time does not count what other programs use.
+        device: Device that all contenders are set up on.
 
     Returns:
         The timings; memory is not measured here.
@@ -218,14 +218,15 @@ def time_case(
         DisagreementError: before anything is timed.
     """
     progress(f"{case.name}: agreement")
-    calls = {contender.name: contender.setup() for contender in case.contenders}
+    with OnDevice(device) if device.type != "cpu" else nullcontext():
+        calls = {contender.name: contender.setup() for contender in case.contenders}
     check_agreement(case, {name: call() for name, call in calls.items()})
 
     progress(f"{case.name}: warm-up")
     counts = {
         contender.name: 1
         if contender.heavy
-        else math.ceil(MIN_SAMPLE_SECONDS / min(seconds(calls[contender.name], 1, clock) for _ in range(2)))
+        else math.ceil(MIN_SAMPLE_SECONDS / min(seconds(calls[contender.name], 1, clock, device) for _ in range(2)))
         for contender in case.contenders
     }
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -239,7 +240,7 @@ def time_case(
             if contender.heavy and turn >= HEAVY_REPEATS:
                 continue
             gc.collect()
-            samples[contender.name].append(1e3 * seconds(calls[contender.name], counts[contender.name], clock))
+            samples[contender.name].append(1e3 * seconds(calls[contender.name], counts[contender.name], clock, device))
     cores_used_by_others = other_programs.cores_used() if clock is time.perf_counter else None
     gc.unfreeze()
     timings = [Timing(contender=name, samples_ms=tuple(samples[name]), calls_per_sample=counts[name]) for name in calls]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 PACKAGES = ("anymamba", "torch", "transformers")
+GPU_PACKAGES = ("triton", "mamba-ssm", "flash-linear-attention", "causal-conv1d")
 VARIABLES = ("ONEDNN_MAX_CPU_ISA", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "MALLOC_ARENA_MAX")
 
 
@@ -28,7 +29,7 @@ def describe_machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "threads": torch.get_num_threads(),
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "versions": {"python": platform.python_version(), **{name: _installed_version(name) for name in PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in PACKAGES}},
     }
 
 
@@ -60,7 +61,8 @@ class OtherPrograms:
         return time.perf_counter(), everyone, time.process_time()
 
 
-def _installed_version(package: str) -> str:
+def installed_version(package: str) -> str:
+    """Return the version of a package."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -46,8 +46,9 @@ class Report:
     def _machine_line(self) -> str:
         machine = self.machine
         versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+        cpu = f"{machine['device']}; {machine['cpu']}" if "device" in machine else machine["cpu"]
         return (
-            f"{machine['cpu']} ({machine['cores']} cores, {machine['capability']}, {machine['memory_gib']} GiB), "
+            f"{cpu} ({machine['cores']} cores, {machine['capability']}, {machine['memory_gib']} GiB), "
             f"{machine['threads']} threads, {versions}."
         )
 

@@ -74,7 +74,7 @@ def measure_here(chunk_rows: list[int], tokens: int) -> dict[int, Measured]:
     from dataclasses import replace
 
     from anymamba import SsdPath
-    from benchmarks.harness import seconds
+    from benchmarks.device import seconds
     from benchmarks.mamba2 import LAYER_130M, Mode, set_up_ssd
 
     shape, measured = replace(LAYER_130M, t=tokens), {}

@@ -4,11 +4,16 @@ Run in a process of its own by `test_simulated_device.py`. Packed sequences are 
 their boundaries on the host, and so is attention, whose cache has its lengths there.
 """
 
+import dataclasses
 import itertools
 from contextlib import nullcontext
 
 import pytest
 import torch
+from benchmarks.device import OnDevice
+from benchmarks.gpu import CASES, draw_inputs
+from benchmarks.harness import time_case
+from benchmarks.mamba2 import TINY
 
 from anymamba import SsdPath
 from anymamba.scan import scan, selective_scan
@@ -145,3 +150,19 @@ def test_a_language_model_computes_the_same_without_making_the_host_wait(family,
     model.to(DEVICE).tie_weights()  # torch shares a moved parameter of a plain tensor only
     actual = call(model, forbid_synchronization, *on_device)
     assert_all_near({name: x.on_cpu for name, x in actual.items()}, expected, FLOAT64)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_a_benchmark_is_set_up_on_the_device_with_the_numbers_of_the_cpu(which):
+    with OnDevice(DEVICE):
+        actual = draw_inputs(TINY)[which]
+    for name, expected in draw_inputs(TINY)[which].items():
+        assert actual[name].device == DEVICE
+        assert torch.equal(actual[name].on_cpu, expected)
+
+
+def test_a_case_of_the_benchmarks_runs_on_the_device():
+    case = next(case for case in CASES if case.name == "gpu/ssd/forward+backward")
+    tiny = [dataclasses.replace(x, setup=x.tiny) for x in case.contenders if not x.optional]
+    result = time_case(dataclasses.replace(case, contenders=tuple(tiny)), 1, lambda _: None, device=DEVICE)
+    assert [timing.contender for timing in result.timings] == ["anymamba", "anymamba (portable)"]

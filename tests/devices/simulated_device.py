@@ -17,9 +17,17 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch.utils import _pytree as pytree
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-_setup_privateuseone_for_python_backend("simulated")
+
+class _Backend(_DummyBackendModule):
+    """What `torch.simulated` offers."""
+
+    def synchronize(self) -> None:
+        """Do nothing: every operation is complete when it returns."""
+
+
+_setup_privateuseone_for_python_backend("simulated", backend_module=_Backend())
 DEVICE = torch.device("simulated:0")
 
 # Operations that read values on the host, or whose result has a size that depends on values.
