@@ -2,10 +2,10 @@
 
 import torch
 
-from anymamba.kernels.cpu import bindings
+from anymamba.kernels import missing_kernel
 from anymamba.scan import scan
 
-HAS_KERNELS = bindings.LIBRARY.handle is not None
+HAS_KERNELS = not missing_kernel("scan", torch.zeros(1))
 ALGORITHMS = ("recurrent", "minimal", "serial", "serial_recalculated", *(["fused"] if HAS_KERNELS else []))
 CHUNKED = ALGORITHMS[1:]
 BY_HAND = ALGORITHMS[3:]  # their backward is derived by hand

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anymamba import SsdPath, selective_scan
-from anymamba.kernels.cpu import bindings
+from tests.scan.cases import HAS_KERNELS
 from tests.support import FLOOR, assert_all_near, assert_near
 
-BY_HAND = ("serial_recalculated", *(["fused"] if bindings.LIBRARY.handle is not None else []))
+BY_HAND = ("serial_recalculated", *(["fused"] if HAS_KERNELS else []))
 NAMES = ("x", "dt", "A", "B", "C", "D", "z", "initial_state")
 
 

@@ -31,6 +31,7 @@ QUICK = [NVIDIA[1], AMD[1]]
 SHARED_BYTES = {"cuda": 99 * 1024, "hip": 64 * 1024}
 # Backward kernels that may spill registers, and why.
 SPILLING = {
+    "scan_channels_backward": "holds a state, its gradient and that of the rates; 8 bytes in float32 on sm_80",
     "write_key_query_gradients": "adds up two gradients over heads, next to two squares of a chunk's rows",
 }
 TYPES = {

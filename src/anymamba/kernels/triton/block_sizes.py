@@ -50,9 +50,13 @@ _SIZES: dict[str, dict[str | tuple[str, int | str], BlockSizes]] = {
     },
     "float32": {
         "add_chunk_states": BlockSizes(width=32, state=32, num_warps=4, num_stages=1),
-        "write_outputs": BlockSizes(width=32, state=32, num_warps=8, num_stages=1),
-        "write_value_gradients": BlockSizes(width=32, state=32, num_warps=8, num_stages=1),
+        "write_outputs": BlockSizes(width=32, state=32, num_stages=1),
+        "write_value_gradients": BlockSizes(width=32, state=32, num_stages=1),
         "write_key_query_gradients": BlockSizes(width=32, state=32, num_warps=8, num_stages=1),
+        ("write_outputs", "gfx1100"): BlockSizes(width=32, state=32, num_warps=8, num_stages=1),
+        ("write_outputs", "gfx1201"): BlockSizes(width=32, state=32, num_warps=8, num_stages=1),
+        ("write_value_gradients", "gfx1100"): BlockSizes(width=32, state=32, num_warps=8, num_stages=1),
+        ("write_value_gradients", "gfx1201"): BlockSizes(width=32, state=32, num_warps=8, num_stages=1),
     },
 }
 
