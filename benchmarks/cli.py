@@ -28,6 +28,7 @@ from benchmarks import (
     mamba1,
     mamba2,
     mamba3,
+    speculation,
     stacks,
     training,
 )
@@ -37,7 +38,21 @@ from benchmarks.machine import GPU_PACKAGES, describe_machine, installed_version
 from benchmarks.memory import measure_here, measure_in_child
 from benchmarks.report import Report, write_atomically
 
-MODULES = (mamba1, mamba2, mamba3, kernels, generation, busy, llama, training, stacks, hf_models, hybrids, gpu)
+MODULES = (
+    mamba1,
+    mamba2,
+    mamba3,
+    kernels,
+    generation,
+    speculation,
+    busy,
+    llama,
+    training,
+    stacks,
+    hf_models,
+    hybrids,
+    gpu,
+)
 CASES = {case.name: case for module in MODULES for case in module.CASES}
 
 EXIT_DISAGREEMENT = 1

@@ -16,6 +16,7 @@ from anymamba.generation import (
     GrammarError,
     Pipeline,
     Sampling,
+    Speculation,
     compile_grammar,
     generate,
     stream,
@@ -335,3 +336,16 @@ def test_drafts_change_nothing():
     expected = generate(model, prompts, 60, grammar=compiled)
     drafted = generate(model, prompts, 60, grammar=compiled, speculate="lookup")
     assert drafted.rows() == expected.rows()
+
+
+def test_drafts_change_nothing_under_a_grammar():
+    grammar = compile_grammar(Grammar.from_schema(SCHEMA), ByteTokenizer())
+    model = small_lm(vocab_size=256)
+    ids = torch.tensor([list(b"name: a"), list(b"name: b")])
+    options = {"grammar": grammar, "temperature": 1.0, "seed": 3, "return_state": True}
+    plain = generate(model, ids, 80, **options)
+    for speculate in ("lookup", Speculation(draft=model, window=5)):
+        drafted = generate(model, ids, 80, speculate=speculate, **options)
+        assert drafted.rows() == plain.rows()
+        for name, x in plain.state.tensors().items():
+            assert torch.equal(drafted.state.tensors()[name], x), name
