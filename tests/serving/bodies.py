@@ -12,14 +12,16 @@ WRONG = [
 FIELDS = [
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "best_of", "stop", "stream", "stream_options",
     "session", "ignore_eos", "return_token_ids", "logprobs", "top_logprobs", "temperature", "top_p", "top_k", "min_p", "seed",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "echo", "suffix", "tools", "user",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "echo", "suffix", "tools", "tool_choice", "parallel_tool_calls", "user",
     "response_format", "regex", "grammar", "choices", "unknown", "", "\ud800",
 ]  # fmt: skip
 MESSAGES = [
     [], [{}], [{"role": "user"}], [{"role": "tool", "content": "x"}], [{"role": [], "content": "x"}], ["x"], [None],
     [{"role": "user", "content": None}], [{"role": "user", "content": [{"type": "image_url"}]}],
     [{"role": "user", "content": [{"type": "text", "text": "x"}]}], [{"role": "user", "content": "\ud800"}],
-    [{"role": "user", "content": "x", "extra": 1}], [{"role": "user", "content": ""}], [{"role": "user", "content": "x"}] * 50,
+    [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}], [{"role": "assistant", "tool_calls": 1}],
+    [{"role": "tool", "content": "x", "tool_call_id": "a"}], [{"role": "user", "content": "x", "extra": 1}], [{"role": "user", "content": ""}], [{"role": "user", "content": "x"}] * 50,
 ]  # fmt: skip
 
 

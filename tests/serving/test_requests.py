@@ -66,9 +66,9 @@ def test_both_forms_of_a_field_are_one():
         (completion, {"stream_options": {}}, "stream_options", "requires stream"),
         (completion, {"session": "x" * 257}, "session", "1 to 256 characters"),
         (chat, {"top_logprobs": 1}, "top_logprobs", "requires logprobs"),
-        (chat, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "one of system"),
+        (chat, {"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "one of system"),
         (chat, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "must be text"),
-        (chat, {"tools": [{}]}, "tools", "not supported"),
+        (chat, {"functions": [{}]}, "functions", "not supported"),
         (chat, {"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", "got both"),
     ],
 )

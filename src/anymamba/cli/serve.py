@@ -20,6 +20,8 @@ from anymamba.cli.options import check_at_least
 from anymamba.cli.serve_options import KEY_VARIABLE
 
 if TYPE_CHECKING:
+    from anymamba.generation import ChatTemplate
+    from anymamba.generation.tool_calls import ToolFormat
     from anymamba.serving.api.requests import Limits
     from anymamba.serving.embeddings import EmbeddingService
     from anymamba.serving.load_test import LoadPlan, LoadTest
@@ -108,6 +110,7 @@ def _make_text_service(args: argparse.Namespace, directory: Path, limits: Limits
         sessions=SessionStore(model, cache, memory, states, disk),
         limits=limits,
         stop_texts=template.stop,
+        tool_format=_find_tool_format(args, template),
         engine={
             "rows": args.rows,
             "segment_len": args.segment_len,
@@ -148,6 +151,15 @@ def _make_embedding_service(
     service = EmbeddingService(model, tokenizer, name=_model_name(args), limits=limits)
     embeddings = f"{service.name}: embeddings of {service.dimensions} numbers, at /v1/embeddings"
     return service, [embeddings, f"computing on {describe_device(device)}"]
+
+
+def _find_tool_format(args: argparse.Namespace, template: ChatTemplate) -> ToolFormat | None:
+    """Return how the model writes tool calls; None if its template does not describe tools."""
+    from anymamba.generation.tool_calls import FORMATS, detect_format
+
+    if args.tool_format is not None:
+        return FORMATS[args.tool_format]
+    return detect_format("\n".join(template.sources.values())) if template.takes_tools else None
 
 
 def _model_name(args: argparse.Namespace) -> str:

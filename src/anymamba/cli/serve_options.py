@@ -30,6 +30,11 @@ def add_serve(commands: Any) -> None:
     parser.add_argument(
         "--chat-template", metavar="DIR", help="directory with the chat template (default: the model's own)"
     )
+    parser.add_argument(
+        "--tool-format",
+        choices=("hermes", "llama3", "mistral", "granite", "nemotron", "json"),
+        help="how the model writes tool calls (default: as its chat template does)",
+    )
     parser.add_argument("--verbose", action="store_true", help="print a line for every request")
     safety = parser.add_argument_group("access")
     safety.add_argument(

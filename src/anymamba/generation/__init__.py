@@ -13,6 +13,7 @@ Files in reading order:
 - completion.py: the tokens of a row become its text, up to an end token, a stop text or a number of tokens.
 - pipeline.py: a model and its tokenizer as one, for texts.
 - chat.py, template_handler.py: conversations become texts.
+- tool_calls.py: the ways in which models write tool calls.
 - sandbox.py, sandbox_worker.py: the separate processes in which templates and grammars, other people's programs, run.
 - scoring.py, detect_activation.py: how likely a text is, and what follows from it for old Mamba-3 checkpoints.
 

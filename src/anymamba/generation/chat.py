@@ -76,6 +76,11 @@ class ChatTemplate:
         where = directory / (_FILE if (directory / _FILE).is_file() else _CONFIG)
         return cls(sources=sources, tokens=tokens, where=f"{where}: chat template")
 
+    @property
+    def takes_tools(self) -> bool:
+        """Return whether a template describes tools to the model."""
+        return any("tools" in source for source in self.sources.values())
+
     def render(
         self,
         messages: Sequence[Message],

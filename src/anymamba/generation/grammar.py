@@ -37,17 +37,23 @@ class Grammar:
     Attributes:
         kind: Language of the source: "json_schema", "regex", or "lark" for Lark and GBNF.
         source: JSON schema, regular expression or grammar.
+        before: Text before a JSON value.
+        after: Text after it.
     """
 
     kind: Literal["json_schema", "regex", "lark"]
     source: str
+    before: str = ""
+    after: str = ""
 
     @classmethod
-    def from_schema(cls, schema: Any) -> Grammar:
-        """Return the JSON values that a schema describes.
+    def from_schema(cls, schema: Any, *, before: str = "", after: str = "") -> Grammar:
+        """Return the JSON values that a schema describes, between two texts.
 
         Args:
             schema: JSON schema as a mapping or a text, or a class with `model_json_schema`, such as a pydantic model.
+            before: Text before the value.
+            after: Text after the value.
         """
         if hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
@@ -59,7 +65,7 @@ class Grammar:
         if not isinstance(schema, Mapping):
             raise TypeError(f"expected a JSON schema as a mapping or a model class, got {type(schema).__name__}")
         try:
-            return cls("json_schema", json.dumps(schema))
+            return cls("json_schema", json.dumps(schema), before, after)
         except (TypeError, ValueError) as error:
             raise TypeError(f"a JSON schema must be plain data, as JSON has it ({error})") from error
 
@@ -184,7 +190,7 @@ def compile_grammar(grammar: Grammar, tokenizer: Tokenizer) -> CompiledGrammar:
     llguidance = _import_engine()
     vocabulary = _find_vocabulary(llguidance, tokenizer)
     try:
-        source = shared_sandbox("grammar_handler.py").run(kind=grammar.kind, source=grammar.source)
+        source = shared_sandbox("grammar_handler.py").run(**vars(grammar))
     except ValueError as error:
         raise GrammarError(f"the {_NAMES[grammar.kind]} cannot be used: {error}") from error
     limits = llguidance.LLParserLimits(verbose_errors=False)

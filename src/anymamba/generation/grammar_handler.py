@@ -42,12 +42,14 @@ class ByteVocabulary:
 _tokenizer = LLTokenizer(TokenizerWrapper(ByteVocabulary()), slices=[])
 
 
-def write_source(kind: str, text: str) -> str:
+def write_source(kind: str, text: str, before: str, after: str) -> str:
     """Return a grammar in the engine's own language."""
     if kind == "json_schema":
         options: JsonCompileOptions = {"whitespace_pattern": WHITESPACE, "lenient": False}
         compiled = json.loads(LLMatcher.grammar_from_json_schema(text, overrides=options))
-        lark = f"start: %json {json.dumps(compiled['grammars'][0]['json_schema'])}"
+        value = f"%json {json.dumps(compiled['grammars'][0]['json_schema'])}"
+        lark = "start: " + " ".join([*([json.dumps(before)] if before else []), value])
+        lark += f" {json.dumps(after)}" if after else ""
     elif kind == "regex":
         lark = f"start: /{regex_to_lark(text, use_ascii='')}/"
     else:
@@ -55,10 +57,10 @@ def write_source(kind: str, text: str) -> str:
     return LLMatcher.grammar_from_lark(_ALL_TOKENS + lark)
 
 
-def compile_grammar(kind: str, text: str) -> dict[str, Any]:
+def compile_grammar(kind: str, source: str, before: str, after: str) -> dict[str, Any]:
     """Return the source of a grammar that compiles and has a text of at least one byte, or what is wrong with it."""
     try:
-        source = write_source(kind, text)
+        source = write_source(kind, source, before, after)
     except RecursionError:
         return {"problem": "it is nested too deeply"}
     except Exception as error:  # the converter's own errors have no common class
@@ -75,7 +77,7 @@ def compile_grammar(kind: str, text: str) -> dict[str, Any]:
 def reply(request: dict[str, Any], limits: dict[str, Any]) -> dict[str, Any]:
     """Compile a grammar in a thread with a small stack: one that is nested too deeply ends this process."""
     answers: list[dict[str, Any]] = []
-    thread = threading.Thread(target=lambda: answers.append(compile_grammar(request["kind"], request["source"])))
+    thread = threading.Thread(target=lambda: answers.append(compile_grammar(**request)))
     threading.stack_size(_STACK_BYTES)
     thread.start()
     thread.join()

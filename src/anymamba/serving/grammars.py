@@ -7,7 +7,6 @@ from collections import OrderedDict
 from anymamba.generation.grammar import CompiledGrammar, Grammar, GrammarError, compile_grammar
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.serving.api.fields import ApiError, invalid_value
-from anymamba.serving.api.requests import GenerationRequest
 
 _MAX_GRAMMARS = 64
 
@@ -20,18 +19,14 @@ class GrammarCache:
         self._tokenizer = tokenizer
         self._grammars: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
 
-    def compile(self, request: GenerationRequest) -> CompiledGrammar | None:
-        """Return the grammar of a request, or None if it has none; raise `ApiError` if it cannot be used."""
-        grammar = request.grammar
-        if grammar is None:
-            return None
+    def compile(self, grammar: Grammar, field: str) -> CompiledGrammar:
+        """Return a grammar that was made from a field of a request; raise `ApiError` if it cannot be used."""
         if grammar not in self._grammars:
             try:
                 self._grammars[grammar] = compile_grammar(grammar, self._tokenizer)
             except GrammarError as error:
-                raise invalid_value(request.grammar_field, str(error)) from error
+                raise invalid_value(field, str(error)) from error
             except ValueError as error:  # no engine, or none for this tokenizer
-                field = request.grammar_field
                 raise ApiError(400, str(error), param=field, code="unsupported_parameter") from error
             if len(self._grammars) > _MAX_GRAMMARS:
                 self._grammars.popitem(last=False)

@@ -158,7 +158,7 @@ class Routes(ModelRoutes):
         request = await read_request(http_request, limits, lambda body: read(body, limits, vocab_size, service.name))
         # 2) Start the request: `events` does nothing until its first event is awaited.
         events = service.handle(request)
-        builder = ResponseBuilder(request, service.name, service.tokenizer)
+        builder = ResponseBuilder(request, service.name, service.tokenizer, service.tool_format)
         if not request.stream:
             return await self._respond_complete(http_request, events, builder)
         # 3) Wait for the first event, because an error in the prompt needs a status of its own; then stream.

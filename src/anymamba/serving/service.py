@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from anymamba.generation.grammar import CompiledGrammar, GrammarError
 from anymamba.generation.sampling import split_keys
 from anymamba.generation.tokenizers import Tokenizer, select_end_tokens
+from anymamba.generation.tool_calls import ToolFormat
 from anymamba.models.lm import MambaLM
 from anymamba.serving.api.fields import ApiError, internal_error, invalid_value, too_many_requests
 from anymamba.serving.api.requests import GenerationRequest, Limits
@@ -40,7 +41,7 @@ _LONG_PROMPT = 2**16  # characters
 class Template(Protocol):
     """A chat template."""
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = ...) -> str:
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = ..., **values: Any) -> str:
         """Return a conversation as text, up to where the next reply begins."""
 
 
@@ -50,6 +51,7 @@ class Service:
     Args:
         name: Name of the model for clients.
         stop_texts: Texts that end a reply in a chat, unless the request sets others.
+        tool_format: How the model writes tool calls; None if the template does not describe tools to it.
         engine: Options of `Engine`.
     """
 
@@ -64,6 +66,7 @@ class Service:
         sessions: SessionStore,
         limits: Limits,
         stop_texts: tuple[str, ...] = (),
+        tool_format: ToolFormat | None = None,
         engine: dict[str, Any] | None = None,
     ) -> None:
         """Prepare the service; nothing runs before `start`."""
@@ -74,6 +77,7 @@ class Service:
         self.cache = cache
         self.sessions = sessions
         self.limits = limits
+        self.tool_format = tool_format
         self.metrics = Metrics()
         self.created = int(time.time())
         self.open = 0  # number of open requests
@@ -139,7 +143,7 @@ class Service:
         try:
             # 1) Compile the grammar, outside of the event loop.
             loop = asyncio.get_running_loop()
-            grammar = await loop.run_in_executor(self._grammar_executor, self._grammars.compile, request)
+            grammar = await loop.run_in_executor(self._grammar_executor, self._compile_grammar, request)
             # 2) Lease the session, so that no other request of this server uses it.
             if request.session is not None:
                 lease = self.sessions.acquire(request.session)
@@ -184,6 +188,17 @@ class Service:
                     await asyncio.to_thread(_finalize, prompts[i])
             yield i, event
 
+    def _compile_grammar(self, request: GenerationRequest) -> CompiledGrammar | None:
+        """Return the grammar that a reply follows: that of the request, or of the tool calls that it requires."""
+        tools = request.tools
+        if tools is not None and self.tool_format is None:
+            message = "the model's chat template does not describe tools to the model"
+            raise ApiError(400, message, param="tools", code="unsupported_parameter")
+        if tools is not None and self.tool_format is not None and tools.choice != "auto":
+            chosen = [f for name, f in tools.functions.items() if tools.choice in ("required", name)]
+            return self._grammars.compile(self.tool_format.make_grammar(chosen, most=tools.most), "tools")
+        return None if request.grammar is None else self._grammars.compile(request.grammar, request.grammar_field)
+
     def _prepare_prompts(
         self, request: GenerationRequest, lease: SessionLease | None
     ) -> tuple[list[Prompt], list[int]]:
@@ -199,14 +214,15 @@ class Service:
             self.sessions.load(lease, ignore_damage=request.messages is not None)
         if request.messages is not None:
             messages = request.messages
-            text = self._render(messages)
+            values = {} if request.tools is None else {"tools": request.tools.tools}
+            text = self._render(messages, values)
             ids = self._tokenize(text, "messages")
             if lease is not None:  # the text is the whole conversation
                 self.sessions.reserve(lease, len(ids) + request.max_tokens)
 
             def render_reply(reply: str) -> str:
                 conversation = [*messages, {"role": "assistant", "content": reply}]
-                return self.template.render(conversation, add_generation_prompt=False)
+                return self.template.render(conversation, add_generation_prompt=False, **values)
 
             return [ChatPrompt(ids, self.cache, segment_len, text, self.tokenizer, render_reply, self.sessions, lease)]
         if lease is not None:
@@ -218,9 +234,9 @@ class Service:
         prompt_class = ScoredPrompt if request.echo and request.logprobs is not None else Prompt
         return [prompt_class(self._tokenize(p, "prompt"), self.cache, segment_len) for p in request.prompts]
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def _render(self, messages: list[dict[str, Any]], values: dict[str, Any]) -> str:
         try:
-            return self.template.render(messages, add_generation_prompt=True)
+            return self.template.render(messages, add_generation_prompt=True, **values)
         except (ValueError, TypeError) as error:
             message = f"the model's chat template does not accept these messages: {' '.join(str(error).split())[:300]}"
             raise invalid_value("messages", message) from error
@@ -268,7 +284,7 @@ class Service:
 
 
 def _count_chars(request: GenerationRequest) -> int:
-    texts = request.prompts if request.messages is None else [message["content"] for message in request.messages]
+    texts = request.prompts if request.messages is None else [str(message) for message in request.messages]
     return sum(map(len, texts))
 
 

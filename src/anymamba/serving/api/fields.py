@@ -21,10 +21,10 @@ _IGNORED = {
 }  # fmt: skip
 # Fields of the API that are not supported, with the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "suffix": (None, ""), "tools": (None, []), "functions": (None, []),
-    "tool_choice": (None, "none", "auto"), "function_call": (None, "none", "auto"), "modalities": (None, ["text"]),
-    "audio": (None,), "prediction": (None,), "reasoning_effort": (None, "none"), "verbosity": (None, "medium"),
-    "web_search_options": (None,), "parallel_tool_calls": (None, True, False),
+    "suffix": (None, ""), "functions": (None, []), "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]), "audio": (None,),
+    "prediction": (None,), "reasoning_effort": (None, "none"), "verbosity": (None, "medium"),
+    "web_search_options": (None,),
 }  # fmt: skip
 
 _PREVIEW_CHARS = 1000  # longer values are not formatted for an error message

@@ -20,15 +20,17 @@ from anymamba.serving.api.fields import (
     read_int,
     read_number,
 )
+from anymamba.serving.api.messages import TOOL_FIELDS, ToolOptions, read_messages, read_tools
 
-_ROLES = ("system", "developer", "user", "assistant")
 _COMMON = {
     "model", "max_tokens", "n", "stop", "stream", "stream_options", "session", "ignore_eos", "return_token_ids",
     "logprobs", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "response_format", "regex", "grammar", "choices",
 }  # fmt: skip
 _COMPLETION = _COMMON | {"prompt", "echo", "best_of", "suffix"}
-_CHAT = _COMMON | {"messages", "max_completion_tokens", "top_logprobs"} | (UNSUPPORTED.keys() - {"suffix"})
+_CHAT = (_COMMON | UNSUPPORTED.keys() | TOOL_FIELDS | {"messages", "max_completion_tokens", "top_logprobs"}) - {
+    "suffix"
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +50,13 @@ class Limits:
 class GenerationRequest:
     """The checked fields of a request for text."""
 
-    messages: list[dict[str, str]] | None = None  # the conversation of a chat request, or None for a completion
+    messages: list[dict[str, Any]] | None = None  # the conversation of a chat request, or None for a completion
     prompts: list[str] | list[list[int]] = field(default_factory=list)  # of a completion
     sampling: Sampling  # with its seed set
     max_tokens: int  # of each continuation
     n: int  # continuations per prompt
     stop_texts: tuple[str, ...]  # a continuation ends before them
+    tools: ToolOptions | None = None  # that a chat may call
     grammar: Grammar | None = None  # that continuations follow
     grammar_field: str = ""  # that has the grammar, for errors
     logprobs: int | None  # likely tokens to list for each token, or None for no log-probabilities
@@ -98,11 +101,15 @@ def read_chat(body: dict[str, Any], limits: Limits, vocab_size: int, model: str)
     if top_logprobs is not None and not with_logprobs:
         raise invalid_value("top_logprobs", "top_logprobs requires logprobs: true")
     request = GenerationRequest(
-        messages=_read_messages(body),
+        messages=read_messages(body),
+        tools=read_tools(body),
         logprobs=(top_logprobs or 0) if with_logprobs else None,
         max_tokens=read_int(body, name, min(1024, limits.max_tokens), 1, limits.max_tokens),
         **_read_common_fields(body, limits, vocab_size),
     )
+    if request.tools is not None and request.grammar is not None:
+        message = f"expected tools or {request.grammar_field}, got both; tool_choice none turns tools off"
+        raise invalid_value(request.grammar_field, message)
     return _check_continuations(request, limits)
 
 
@@ -234,30 +241,3 @@ def _read_prompts(body: dict[str, Any], limits: Limits, vocab_size: int) -> Any:
         raise invalid_value("prompt", f"prompt may be a list of at most {limits.max_choices}, got {len(prompts)}")
     check_token_ids("prompt", prompts, vocab_size)
     return prompts
-
-
-def _read_messages(body: dict[str, Any]) -> list[dict[str, str]]:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise invalid_value("messages", f"messages must be a list of at least one message, got {preview(messages)}")
-    return [_read_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
-
-
-def _read_message(location: str, message: Any) -> dict[str, str]:
-    if not isinstance(message, dict) or not set(message) <= {"role", "content", "name", "refusal"}:
-        raise invalid_value(location, f"{location} must be an object with role and content, got {preview(message)}")
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        param = f"{location}.role"
-        raise invalid_value(param, f"{param} must be one of {', '.join(_ROLES)}, got {preview(role)}")
-    content = message.get("content")
-    text = content
-    if isinstance(content, list):
-        is_text = all(
-            isinstance(x, dict) and x.get("type") == "text" and isinstance(x.get("text"), str) for x in content
-        )
-        text = "".join(part["text"] for part in content) if is_text else None
-    if not isinstance(text, str) or not is_valid_unicode(text):
-        param = f"{location}.content"
-        raise invalid_value(param, f"{param} must be text, got {preview(content)}")
-    return {"role": "system" if role == "developer" else role, "content": text}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 from anymamba.generation.sampling import TokenScore
 from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer
+from anymamba.generation.tool_calls import ToolCall, ToolCallParser, ToolFormat
 from anymamba.serving.api.requests import GenerationRequest
 from anymamba.serving.scheduler.continuation import Event, PromptDone, SequenceDone, TokenEvent
 
@@ -23,19 +25,26 @@ class _Choice:
     tokens: list[int] = field(default_factory=list)
     scores: list[list[TokenScore]] = field(default_factory=list)
     finish_reason: str | None = None
+    parser: ToolCallParser | None = None  # of the text, if tools may be called
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
     streamed_chars: int = 0  # characters of tokens whose log-probabilities a stream has sent
 
 
 class ResponseBuilder:
     """The response to a request: `add` takes its events and returns the chunks that a stream sends for them."""
 
-    def __init__(self, request: GenerationRequest, model: str, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request: GenerationRequest, model: str, tokenizer: Tokenizer, tool_format: ToolFormat | None = None
+    ) -> None:
         """Begin with no events."""
         self._request = request
         self._model = model
         self._tokenizer = tokenizer
         self._is_chat = request.messages is not None
         self._choices = [_Choice() for _ in range(request.continuations)]
+        if request.tools is not None and tool_format is not None:
+            for choice in self._choices:
+                choice.parser = ToolCallParser(tool_format, request.tools.functions, request.tools.most)
         self._new_tokens = 0
         self._cached_tokens = 0
         self._echoed_tokens = 0
@@ -53,18 +62,35 @@ class ResponseBuilder:
         if isinstance(event, TokenEvent):
             choice = self._choices[first + event.choice]
             token_text = event.token_text
-            choice.text += token_text.text
+            text, calls = self._read_text(choice, token_text.text)
             choice.tokens.append(token_text.token)
             choice.scores.append(token_text.scores)
-            if not token_text.text and self._request.logprobs is None and not self._request.return_token_ids:
+            if not text and not calls and self._request.logprobs is None and not self._request.return_token_ids:
                 return []
-            return [self._make_chunk(first + event.choice, token_text.text, [token_text.token], [token_text.scores])]
+            tokens, scores = [token_text.token], [token_text.scores]
+            return [self._make_chunk(first + event.choice, text, tokens, scores, calls=calls)]
         if isinstance(event, SequenceDone):
             choice = self._choices[first + event.choice]
-            choice.text += event.rest
-            choice.finish_reason = "length" if event.reason == "length" else "stop"
-            return [self._make_chunk(first + event.choice, event.rest, [], [], choice.finish_reason)]
+            text, calls = self._read_text(choice, event.rest, is_end=True)
+            choice.finish_reason = (
+                "length" if event.reason == "length" else "tool_calls" if choice.tool_calls else "stop"
+            )
+            return [self._make_chunk(first + event.choice, text, [], [], choice.finish_reason, calls=calls)]
         return []
+
+    def _read_text(self, choice: _Choice, text: str, *, is_end: bool = False) -> tuple[str, list[dict[str, Any]]]:
+        """Add text to a choice; return the content and the calls that it completes."""
+        calls: list[ToolCall] = []
+        if choice.parser is not None:
+            text, calls = choice.parser.push(text)
+            if is_end:
+                rest, more = choice.parser.finish()
+                text, calls = text + rest, calls + more
+        first = len(choice.tool_calls)
+        new = [{"index": first + i, **_format_call(call)} for i, call in enumerate(calls)]
+        choice.text += text
+        choice.tool_calls += new
+        return text, new
 
     def _begin_choice(self, i: int, prompt: int, event: PromptDone) -> dict[str, Any] | None:
         """Return the chunk before the first token: the role of a message, or the prompt if it is echoed."""
@@ -88,11 +114,13 @@ class ResponseBuilder:
         scores: list[list[TokenScore]],
         finish_reason: str | None = None,
         has_role: bool = False,
+        calls: list[dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
         content: dict[str, Any] = {"text": text}
         if self._is_chat:
-            role = {"role": "assistant"} if has_role else {}
-            content = {"delta": role | ({"content": text} if text or has_role else {})}
+            delta: dict[str, Any] = {"role": "assistant"} if has_role else {}
+            delta |= {"content": text} if text or has_role else {}
+            content = {"delta": delta | ({"tool_calls": calls} if calls else {})}
         logprobs = None
         if self._request.logprobs is not None and tokens:
             state = self._choices[i]
@@ -110,7 +138,11 @@ class ResponseBuilder:
         for i, state in enumerate(self._choices):
             content: dict[str, Any] = {"text": state.text}
             if self._is_chat:
-                content = {"message": {"role": "assistant", "content": state.text, "refusal": None}}
+                message: dict[str, Any] = {"role": "assistant", "content": state.text, "refusal": None}
+                if state.tool_calls:
+                    calls = [{name: x for name, x in call.items() if name != "index"} for call in state.tool_calls]
+                    message |= {"content": state.text or None, "tool_calls": calls}
+                content = {"message": message}
             logprobs = None
             if self._request.logprobs is not None:
                 logprobs, _ = self._format_logprobs(state.tokens, state.scores, 0)
@@ -169,6 +201,13 @@ class ResponseBuilder:
         is_byte = isinstance(self._tokenizer, ByteTokenizer) and score.token < 256
         encoded = [score.token] if is_byte else list(text.encode())
         return {"token": text, "logprob": _finite_logprob(score), "bytes": encoded}
+
+
+def _format_call(call: ToolCall) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    # Nine letters and digits: the templates of Mistral's models reject other ids.
+    call_id = secrets.token_hex(5)[:9]
+    return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def _finite_logprob(score: TokenScore) -> float:
