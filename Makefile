@@ -54,7 +54,7 @@ test-triton: $(VENV)/.installed
 	$(INTERPRETED) tests/kernels/triton tests/scan tests/ops tests/blocks
 
 test-triton-quick: $(VENV)/.installed
-	$(INTERPRETED) tests/kernels/triton -k "not float16 and not float64"
+	$(INTERPRETED) tests/kernels/triton -k "not torch.float16 and not torch.float64"
 	$(BIN)/python -m tests.kernels.triton.compile_check --quick
 
 # Compiles the GPU kernels for nine architectures, with no GPU, and lists registers, spills and shared memory.
