@@ -108,6 +108,11 @@ class Decoder:
                     return TokenWindow(logits.unflatten(0, (b, k)), advance)
         return unroll_window(self.step, input_ids, before)
 
+    def check_exact(self) -> None:
+        """Raise `ValueError` if windows of the compiled step do not run, which exact reading needs."""
+        if reason := self.window_reason:
+            raise ValueError(f"exact reading needs the compiled step, which does not run: {reason}")
+
     @torch.no_grad()
     def read(
         self,
@@ -132,8 +137,7 @@ class Decoder:
         b, t = input_ids.shape
         if t == 0:
             raise ValueError("Decoder.read: expected at least one token in each row, got none")
-        if reason := self.window_reason:
-            raise ValueError(f"exact reading needs the compiled step, which does not run: {reason}")
+        self.check_exact()
         cache = self.model.init_cache(b) if cache is None else cache
         end = t - (logits == "last")  # the last token is a step of its own
         part, source = ("", self._source) if logits == "all" else ("read", self._read_source)

@@ -76,12 +76,6 @@ def prefill(
     return state
 
 
-def check_exact(model: MambaLM) -> None:
-    """Raise `ValueError` if the compiled step does not run, which exact reading needs."""
-    if reason := Decoder(model).window_reason:
-        raise ValueError(f"exact reading needs the compiled step, which does not run: {reason}")
-
-
 class _FinishedRows(NamedTuple):
     """Rows whose prompts have been read to the end."""
 
@@ -132,9 +126,9 @@ class Prefill:
         self._earlier = earlier if isinstance(earlier, GenerationState) else None
         self._cache = earlier.cache if isinstance(earlier, GenerationState) else earlier
         self._segment_len = segment_len
-        if exact:
-            check_exact(model)
         self._decoder = Decoder(model) if exact else None
+        if self._decoder is not None:
+            self._decoder.check_exact()
         self._keeps_state_at = keeps_state_at
         self._logprobs = logprobs
         self._active = list(range(len(prompts)))  # rows with tokens left; `_cache` is theirs

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from anymamba.core.process import trim_freed_memory
-from anymamba.generation.prefill import check_exact
+from anymamba.generation.decoder import Decoder
 from anymamba.generation.sampling import hash_tokens
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.lm import MambaLM
@@ -56,7 +56,7 @@ class Engine:
     ) -> None:
         """Start the thread."""
         if exact:
-            check_exact(model)
+            Decoder(model).check_exact()
         self.model = model
         self.tokenizer = tokenizer
         self.segment_len = segment_len
