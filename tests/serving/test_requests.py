@@ -6,7 +6,7 @@ import pytest
 from starlette.requests import Request
 
 from anymamba.serving.api.fields import ApiError, parse_body, preview
-from anymamba.serving.api.requests import Limits, read_chat, read_completion
+from anymamba.serving.api.requests import Limits, read_chat, read_completion, read_text, read_tokens
 from anymamba.serving.routes import read_request
 from tests.serving.bodies import bodies
 
@@ -33,6 +33,22 @@ def test_fields_that_are_left_out_have_the_defaults_of_the_api():
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (1.0, 1.0, None)
     assert request.sampling.seed != completion().sampling.seed
     assert chat().max_tokens == 100
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "message"),
+    [
+        (lambda body: read_text(body, "m"), {"prompt": [1]}, "prompt must be a text"),
+        (lambda body: read_text(body, "m"), {"prompt": ""}, "prompt must be a text"),
+        (lambda body: read_text(body, "m"), {"text": "a"}, "unknown field"),
+        (lambda body: read_tokens(body, 256, "m"), {"tokens": "a"}, "must be a list of token ids"),
+        (lambda body: read_tokens(body, 256, "m"), {"tokens": [[1]]}, "must be a list of token ids"),
+        (lambda body: read_tokens(body, 256, "m"), {"tokens": [256]}, "between 0 and 255, got 256"),
+    ],
+)
+def test_texts_and_tokens_to_convert_are_checked(read, body, message):
+    with pytest.raises(ApiError, match=message):
+        read(body)
 
 
 def test_both_forms_of_a_field_are_one():

@@ -449,3 +449,19 @@ class TestAccess:
         assert headers["X-Content-Type-Options"] == "nosniff"
         assert b"http://" not in content.replace(b"http://www.w3.org/", b"")
         assert b"https://" not in content
+
+
+def test_texts_become_tokens_and_texts_again(server):
+    reply = server.post("/tokenize", prompt="né")
+    assert reply == {"tokens": list("né".encode()), "count": 3, "max_model_len": 4096}
+    assert server.post("/detokenize", tokens=reply["tokens"]) == {"prompt": "né"}
+
+
+def test_any_host_may_be_allowed(served):
+    running = Running(served[1], "--allow-host", "*")
+    try:
+        assert running.ask("/v1/models", headers={"Host": "models.example"})[0] == 200
+        headers = {"Host": "models.example", "Origin": "https://other.example"}
+        assert running.ask("/v1/models", headers=headers)[0] == 403
+    finally:
+        assert running.stop() == 0

@@ -20,7 +20,7 @@ TEMPLATE = (
     "{% if tools %}{% for tool in tools %}{{ tool.function | tojson }}\n{% endfor %}{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{% for call in m.tool_calls %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}</>\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% if thinking %}<think>{% endif %}{% endif %}"
 )
 PARAMETERS = {
     "type": "object",
@@ -148,6 +148,13 @@ def test_a_template_without_tools_rejects_them(server):
     server.post("/v1/chat/completions", **body, tool_choice="none", max_tokens=2)
 
 
+def test_values_for_the_template_reach_it(client, directory):
+    template = ChatTemplate.from_directory(directory)
+    reply = ask(client, extra_body={"chat_template_kwargs": {"thinking": True}}, max_tokens=2)
+    assert reply.usage.prompt_tokens == len(template.render(TALK, thinking=True).encode())
+    assert "<think>" in template.render(TALK, thinking=True)
+
+
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
@@ -161,6 +168,7 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{
         ({"tools": TOOLS, "tool_choice": "weather"}, "tool_choice", "an object with the name"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "of one of"),
         ({"tool_choice": "required"}, "tool_choice", "requires tools"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "an object without"),
         ({"tools": TOOLS, "regex": "a"}, "regex", "expected tools or regex"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
         ({"messages": [{"role": "assistant", "content": None}]}, r"messages\[0\].content", "only in a message with"),

@@ -41,7 +41,9 @@ def add_serve(commands: Any) -> None:
         "--api-key", metavar="KEY", help=f"key that clients must send (default: ${KEY_VARIABLE}, or none)"
     )
     safety.add_argument(
-        "--allow-host", **repeatable("NAME"), help="additional host name that requests may be addressed to; repeatable"
+        "--allow-host",
+        **repeatable("NAME"),
+        help="additional host name that requests may be addressed to, or '*' for any; repeatable",
     )
     safety.add_argument(
         "--cors", **repeatable("ORIGIN"), help="site (https://...) whose pages may send requests; repeatable"

@@ -42,7 +42,8 @@ class AccessMiddleware:
         app: Application that handles accepted requests.
         key: Bearer token that clients must send, or None if no key is required.
         hosts: Names of the server in addition to localhost and IP addresses. The page of another site can make its own
-            name resolve to this server, but it cannot make a browser send an address in place of that name.
+            name resolve to this server, but it cannot make a browser send an address in place of that name. "*" is any
+            name, for a server behind a proxy that checks names.
         origins: Sites whose pages may send requests.
         seconds: Time limit of a request and its response, after which the connection is closed.
         metrics: Metrics in which requests are counted.
@@ -126,7 +127,7 @@ class AccessMiddleware:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             return False
-        if name.rstrip(".") in self._hosts:
+        if "*" in self._hosts or name.rstrip(".") in self._hosts:
             return True
         try:
             ipaddress.ip_address(name)

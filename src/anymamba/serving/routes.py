@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from anymamba.serving.api.fields import ApiError, internal_error, parse_body
-from anymamba.serving.api.requests import GenerationRequest, Limits, read_chat, read_completion
+from anymamba.serving.api.requests import GenerationRequest, Limits, read_chat, read_completion, read_text, read_tokens
 from anymamba.serving.api.responses import ResponseBuilder
 from anymamba.serving.metrics import Metrics
 from anymamba.serving.service import Service
@@ -92,6 +92,8 @@ class Routes(ModelRoutes):
             Route("/metrics", self.get_metrics),
             Route("/v1/completions", partial(self.generate, read_completion), methods=["POST"]),
             Route("/v1/chat/completions", partial(self.generate, read_chat), methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/v1/embeddings", self.reject_embeddings, methods=["POST"]),
             Route("/v1/sessions/{name:path}", self.get_session, methods=["GET"]),
             Route("/v1/sessions/{name:path}", self.delete_session, methods=["DELETE"]),
@@ -133,6 +135,24 @@ class Routes(ModelRoutes):
         """Reject a request for embeddings."""
         message = "this model does not give embeddings; it serves /v1/completions and /v1/chat/completions"
         raise ApiError(400, message, code="model_without_embeddings")
+
+    async def tokenize(self, http_request: Request) -> Response:
+        """Return the tokens of a text."""
+        service = self._service
+        text = await read_request(http_request, service.limits, lambda body: read_text(body, service.name))
+        tokens = await service.tokenize(text)
+        return json_response(
+            {"tokens": tokens, "count": len(tokens), "max_model_len": service.limits.max_prompt_tokens}
+        )
+
+    async def detokenize(self, http_request: Request) -> Response:
+        """Return the text of tokens."""
+        service = self._service
+        vocab_size = service.model.config.vocab_size
+        tokens = await read_request(
+            http_request, service.limits, lambda body: read_tokens(body, vocab_size, service.name)
+        )
+        return json_response({"prompt": await asyncio.to_thread(service.tokenizer.decode, tokens)})
 
     async def get_session(self, request: Request) -> Response:
         """Return the size of a session."""

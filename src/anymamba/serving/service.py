@@ -132,6 +132,11 @@ class Service:
         self._grammar_executor.shutdown(cancel_futures=True)
         self.cache.close(seconds)
 
+    async def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of a text, outside of the event loop."""
+        executor = self._long_executor if len(text) > _LONG_PROMPT else self._short_executor
+        return await asyncio.get_running_loop().run_in_executor(executor, self._tokenize, text, "prompt")
+
     async def handle(self, request: GenerationRequest) -> AsyncGenerator[tuple[int, Event], None]:
         """Yield the events of a request, each with the index of its prompt; closing the iterator cancels it."""
         start_time = time.monotonic()
@@ -214,7 +219,7 @@ class Service:
             self.sessions.load(lease, ignore_damage=request.messages is not None)
         if request.messages is not None:
             messages = request.messages
-            values = {} if request.tools is None else {"tools": request.tools.tools}
+            values = request.template_values | ({} if request.tools is None else {"tools": request.tools.tools})
             text = self._render(messages, values)
             ids = self._tokenize(text, "messages")
             if lease is not None:  # the text is the whole conversation

@@ -15,6 +15,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGE = {"role", "content", "name", "refusal", "tool_calls", "tool_call_id", "audio", "annotations", "function_call"}
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _MAX_TOOLS = 128
+_TEMPLATE_FIELDS = frozenset({"messages", "tools", "add_generation_prompt"})
 TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 
 
@@ -83,6 +84,17 @@ def _check_tool(location: str, tool: Any) -> None:
         raise invalid_value(
             location, f"{location}.function.parameters must be a JSON schema, got {preview(parameters)}"
         )
+
+
+def read_template_values(body: dict[str, Any]) -> dict[str, Any]:
+    """Read chat_template_kwargs: values for the chat template other than the conversation and its tools."""
+    values = body.get("chat_template_kwargs")
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not _TEMPLATE_FIELDS.isdisjoint(values):
+        expected = f"an object without {', '.join(sorted(_TEMPLATE_FIELDS))}"
+        raise invalid_value("chat_template_kwargs", f"chat_template_kwargs must be {expected}, got {preview(values)}")
+    return values
 
 
 def read_messages(body: dict[str, Any]) -> list[dict[str, Any]]:

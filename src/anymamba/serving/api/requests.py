@@ -20,7 +20,7 @@ from anymamba.serving.api.fields import (
     read_int,
     read_number,
 )
-from anymamba.serving.api.messages import TOOL_FIELDS, ToolOptions, read_messages, read_tools
+from anymamba.serving.api.messages import TOOL_FIELDS, ToolOptions, read_messages, read_template_values, read_tools
 
 _COMMON = {
     "model", "max_tokens", "n", "stop", "stream", "stream_options", "session", "ignore_eos", "return_token_ids",
@@ -28,9 +28,12 @@ _COMMON = {
     "repetition_penalty", "logit_bias", "response_format", "regex", "grammar", "choices",
 }  # fmt: skip
 _COMPLETION = _COMMON | {"prompt", "echo", "best_of", "suffix"}
-_CHAT = (_COMMON | UNSUPPORTED.keys() | TOOL_FIELDS | {"messages", "max_completion_tokens", "top_logprobs"}) - {
-    "suffix"
-}
+_CHAT = (
+    _COMMON
+    | UNSUPPORTED.keys()
+    | TOOL_FIELDS
+    | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
+) - {"suffix"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,7 @@ class GenerationRequest:
     n: int  # continuations per prompt
     stop_texts: tuple[str, ...]  # a continuation ends before them
     tools: ToolOptions | None = None  # that a chat may call
+    template_values: dict[str, Any] = field(default_factory=dict)  # further values for the chat template
     grammar: Grammar | None = None  # that continuations follow
     grammar_field: str = ""  # that has the grammar, for errors
     logprobs: int | None  # likely tokens to list for each token, or None for no log-probabilities
@@ -103,6 +107,7 @@ def read_chat(body: dict[str, Any], limits: Limits, vocab_size: int, model: str)
     request = GenerationRequest(
         messages=read_messages(body),
         tools=read_tools(body),
+        template_values=read_template_values(body),
         logprobs=(top_logprobs or 0) if with_logprobs else None,
         max_tokens=read_int(body, name, min(1024, limits.max_tokens), 1, limits.max_tokens),
         **_read_common_fields(body, limits, vocab_size),
@@ -111,6 +116,25 @@ def read_chat(body: dict[str, Any], limits: Limits, vocab_size: int, model: str)
         message = f"expected tools or {request.grammar_field}, got both; tool_choice none turns tools off"
         raise invalid_value(request.grammar_field, message)
     return _check_continuations(request, limits)
+
+
+def read_text(body: dict[str, Any], model: str) -> str:
+    """Read the body of a request to /tokenize."""
+    check_fields(body, {"model", "prompt"}, model)
+    prompt = body.get("prompt")
+    if not isinstance(prompt, str) or not prompt or not is_valid_unicode(prompt):
+        raise invalid_value("prompt", f"prompt must be a text, got {preview(prompt)}")
+    return prompt
+
+
+def read_tokens(body: dict[str, Any], vocab_size: int, model: str) -> list[int]:
+    """Read the body of a request to /detokenize."""
+    check_fields(body, {"model", "tokens"}, model)
+    tokens = body.get("tokens")
+    if not isinstance(tokens, list) or list_texts(tokens) != [tokens]:
+        raise invalid_value("tokens", f"tokens must be a list of token ids, got {preview(tokens)}")
+    check_token_ids("tokens", [tokens], vocab_size)
+    return tokens
 
 
 def _check_continuations(request: GenerationRequest, limits: Limits) -> GenerationRequest:
