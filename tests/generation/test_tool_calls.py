@@ -60,6 +60,8 @@ PLAIN = [
     "<tool_call>\nadd(1)\n</tool_call> and <TOOLCALL>[]</TOOLCALL>",
     '<tool_call>{"name": "subtract", "arguments": {}}</tool_call>',
     '{"name": "add", "arguments": {"a": ',
+    '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+    '{"name": "add", "arguments": {"a": 1e999}}',
     "[TOOL_CALLS]",
     "text \n\n ",
 ]
@@ -104,6 +106,11 @@ def test_content_is_not_held_back_longer_than_it_must():
     parser = ToolCallParser(FORMATS["json"], NAMES)
     assert parser.push(" It") == (" It", [])
     assert parser.push("{") == ("{", [])
+
+
+def test_arguments_are_an_object_even_if_the_schema_does_not_say_so():
+    grammar = FORMATS["json"].make_grammar([{"name": "f", "parameters": {"properties": {"a": {"type": "null"}}}}])
+    assert json.loads(grammar.source)["anyOf"][0]["properties"]["arguments"]["type"] == "object"
 
 
 def test_a_template_tells_the_format():

@@ -29,6 +29,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import torch
 
+from anymamba.generation import ByteTokenizer, Grammar, compile_grammar
 from tests.serving.bodies import bodies
 from tests.serving.running import IDLE, PATIENCE, Running, make_model
 
@@ -125,12 +126,18 @@ class Soak:
 
 
 def _make_known(model, chance):
-    """Yield requests, and what `generate` gives each alone."""
+    """Yield requests, every third one constrained, and what `generate` gives each alone."""
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "string", "maxLength": 20}}}
+    grammar = compile_grammar(Grammar.from_schema(schema), ByteTokenizer())
+    schema_format = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
     for seed in range(24):
         ids = [chance.randrange(256) for _ in range(chance.choice([1, 5, 31, 32, 33, 100, 250]))]
         n = chance.randrange(1, 60)
         options = {"seed": seed, "temperature": chance.choice([0.0, 1.0])}
-        expected = model.generate(torch.tensor([ids]), n, segment_len=SEGMENT, **options).rows()[0]
+        is_constrained = seed % 3 == 0
+        mask = {"grammar": grammar} if is_constrained else {}
+        expected = model.generate(torch.tensor([ids]), n, segment_len=SEGMENT, **options, **mask).rows()[0]
+        options |= {"response_format": schema_format} if is_constrained else {}
         yield {"prompt": ids, "max_tokens": n, **options, "return_token_ids": True, "ignore_eos": True}, expected
 
 
@@ -142,6 +149,7 @@ def soak(seconds, seed, only=None, most=float("inf")):
         server = Running(Path(directory) / "model", *options, "--body-seconds", 600, "--request-seconds", 6000)
         load = Soak(server, model, seconds, seed, only, most)
         load.talk(random.Random(0), None)  # which starts what renders templates
+        load.post("/v1/completions", load.known[0][0])  # which starts what compiles grammars
         start = server.wait_until_idle()["process_open_fds"]
         clients = [threading.Thread(target=load.work, args=(i,)) for i in range(CLIENTS)]
         for client in clients:

@@ -7,6 +7,7 @@ of a reply. `ToolCallParser` takes the text of one reply as it is written, and r
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +15,17 @@ from typing import Any, NamedTuple
 from anymamba.generation.grammar import Grammar
 
 _MAX_CALL = 2**16  # characters after which text is no longer taken for the beginning of a call
+
+
+def _read_number(text: str) -> float:
+    """Return a number; raise ValueError for one that JSON cannot write."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a number of JSON")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_float=_read_number, parse_constant=_read_number)
 
 
 class ToolCall(NamedTuple):
@@ -51,10 +63,9 @@ class ToolFormat:
         for marker in self.markers:
             text = text.removeprefix(marker).strip()
         calls = []
-        decoder = json.JSONDecoder()
         while text:
             try:
-                value, end = decoder.raw_decode(text)
+                value, end = _DECODER.raw_decode(text)
             except (ValueError, RecursionError):
                 return []
             for entry in value if isinstance(value, list) else [value]:
@@ -77,7 +88,7 @@ class ToolFormat:
         calls = []
         for i, tool in enumerate(tools):
             place = f"#{'/items' if self.is_list else ''}/anyOf/{i}/properties/{self.arguments}"
-            parameters = _move_references(tool.get("parameters") or {"type": "object"}, place)
+            parameters = _move_references({"type": "object", **(tool.get("parameters") or {})}, place)
             calls.append(
                 {
                     "type": "object",
@@ -119,7 +130,7 @@ def _read_call(entry: Any, names: Collection[str]) -> ToolCall | None:
     arguments = entry.get("arguments", entry.get("parameters"))
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = _DECODER.decode(arguments)
         except (ValueError, RecursionError):
             return None
     name = str(entry.get("name"))
