@@ -161,7 +161,8 @@ class TokenMatcher:
         allowed = torch.from_numpy(bits).bool()
         # 2) The end tokens are allowed where the text is complete; it has ended if nothing else is.
         allowed[self._text_tokens :] = False  # the model may have more tokens than the tokenizer
-        allowed[list(self._twins)] = allowed[list(self._twins.values())]
+        if self._twins:
+            allowed[list(self._twins)] = allowed[list(self._twins.values())]
         allowed[self._end_tokens] = False
         is_text = bool(self._matcher.is_accepting())
         if not bool(allowed.any()):
