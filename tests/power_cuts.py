@@ -26,10 +26,8 @@ from tests.training.killing import trainer_for
 from tests.training.kills import check_same
 
 _ACKNOWLEDGED = "acknowledged-"
-_NAMES = "openat,lseek,write,ftruncate,rename,unlink,unlinkat,mkdir,rmdir,fsync"
-_OTHERS = (
-    "pwrite64,writev,pwritev,renameat,renameat2,mkdirat,link,linkat,symlink,truncate,fallocate"  # unknown to `Disk`
-)
+_NAMES = "openat,lseek,write,ftruncate,rename,link,unlink,unlinkat,mkdir,rmdir,fsync"
+_OTHERS = "pwrite64,writev,pwritev,renameat,renameat2,mkdirat,linkat,symlink,truncate,fallocate"  # unknown to `Disk`
 _CALL = re.compile(r"^(\d+) +(\w+)\((.*)\) += (-?\d+)")
 _UNFINISHED = re.compile(r"^(\d+) +(\w+\(.*) <unfinished \.\.\.>$")
 _RESUMED = re.compile(r"^(\d+) +<\.\.\. \w+ resumed>(.*)$")
@@ -137,11 +135,12 @@ class Disk:
             self._change(paths[0], Directory())
         elif name in ("unlink", "unlinkat", "rmdir"):
             self._change(paths[0], None)
-        elif name == "rename":
+        elif name in ("rename", "link"):
             (source, old), (target, new) = map(self._locate, paths)
             if source is not target:
                 raise ValueError(f"renamed to another directory: {paths}")
-            source.change({old: None, new: source.names[old]})
+            node = source.names[old]
+            source.change({new: node} if name == "link" else {old: None, new: node})
         else:
             raise ValueError(f"a call that is not modeled: {name}")
 

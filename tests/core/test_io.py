@@ -148,17 +148,38 @@ def test_a_file_that_need_not_last_is_not_synced(tmp_path, monkeypatch):
     write_json(tmp_path / "some.json", {}, durable=False)
 
 
-def test_directories_that_cannot_be_synced_are_no_error(tmp_path, monkeypatch):
+def fail_to_sync_directories(monkeypatch, number):
     fsync = os.fsync
 
     def fsync_files_only(descriptor):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            raise OSError(number, os.strerror(number))
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync_files_only)
+
+
+def test_directories_that_cannot_be_synced_are_no_error(tmp_path, monkeypatch):
+    fail_to_sync_directories(monkeypatch, errno.EINVAL)
     write_json(tmp_path / "some.json", {"x": 1})
     assert read_json(tmp_path / "some.json") == {"x": 1}
+
+
+def test_a_directory_sync_that_fails_says_that_the_new_file_is_in_place(tmp_path, monkeypatch):
+    fail_to_sync_directories(monkeypatch, errno.EIO)
+    write_json(tmp_path / "some.json", {"x": 1}, durable=False)
+    with pytest.raises(OSError, match=r"Input/output error; the new file is in place.*some\.json'") as caught:
+        write_json(tmp_path / "some.json", {"x": 2})
+    assert caught.value.errno == errno.EIO
+    assert read_json(tmp_path / "some.json") == {"x": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["some.json"]
+
+
+def test_a_private_file_is_never_readable_by_others(tmp_path):
+    with atomic_write(tmp_path / "a", private=True) as temporary:
+        assert temporary.stat().st_mode & 0o077 == 0
+        temporary.write_bytes(b"x")
+    assert (tmp_path / "a").stat().st_mode & 0o077 == 0
 
 
 def test_a_sync_that_fails_leaves_the_old_file(tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ from tests.training.cases import silent
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 OFFICIAL = ("mamba1", "mamba2", "mamba3_mimo", "mamba3_quaternion")
+QUANTIZED = ("int8", "int4")
 SECONDS = 30.0  # limit of a case, on a busy machine
 KINDS = {".json": "json", ".safetensors": "safetensors", ".state": "safetensors", ".bin": "pickle", ".jsonl": "bytes"}
 
@@ -94,7 +95,7 @@ def digest(tensors):
 TARGETS = {
     **{
         f"model {name}": (open_model, ())
-        for name in (*OFFICIAL, "transformers", "codestral", "zip", "pickle", "shards")
+        for name in (*OFFICIAL, "transformers", "codestral", "zip", "pickle", "shards", *QUANTIZED)
     },
     "tokenizer": (open_tokenizer, ()),
     **{f"states {name}": (open_states, (".state",)) for name in OFFICIAL},
@@ -114,6 +115,8 @@ def prepare(directory):
     shutil.copytree(FIXTURES / "mamba3_double", directory / "former states")
     _copy(GOLDEN / "lm_hf_mamba2", directory / "model transformers", "config.json", "model.safetensors")
     codestral_lm(torch.bfloat16).save_pretrained(directory / "model codestral", format="codestral")
+    for name in QUANTIZED:
+        MambaLM.from_pretrained(FIXTURES / "mamba2", weights=name).save_pretrained(directory / f"model {name}")
     tensors = load_file(FIXTURES / "mamba2" / "model.safetensors")
     for name in ("zip", "pickle"):
         target = _copy(FIXTURES / "mamba2", directory / f"model {name}", "config.json")

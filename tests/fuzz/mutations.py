@@ -87,8 +87,9 @@ def draw(rng, content, kind):
         return {"how": "pickle", "what": rng.choice(list(PICKLES))}
     if way == "tensor":
         names = sorted(_tensors(content))
-        what = rng.choice([*TENSORS, "dropped", "renamed", "added"])
-        return {"how": "tensor", "name": rng.choice(names) if names else "x", "what": what}
+        what = rng.choice([*TENSORS, "dropped", "renamed", "added", "swapped"])
+        name, other = (rng.choice(names) if names else "x" for _ in range(2))
+        return {"how": "tensor", "name": name, "what": what, **({"other": other} if what == "swapped" else {})}
     text = content if way == "json" else _header(content)[0]
     return {**_draw_json(rng, text), "in": way}
 
@@ -223,6 +224,8 @@ def _with_tensor(mutation, content):
     if name not in tensors:
         return content
     what, x = mutation["what"], tensors[name]
+    if what == "swapped":
+        tensors[name], tensors[mutation["other"]] = tensors.get(mutation["other"], x), x
     if what in ("dropped", "renamed"):
         del tensors[name]
     if what in ("added", "renamed"):

@@ -1,5 +1,7 @@
+import errno
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from anymamba.serving.sessions import (
     SessionStore,
 )
 from anymamba.serving.state_cache import StateCache, text_key
+from tests.core.test_io import fail_to_sync_directories
 from tests.models.cases import small_lm
 
 MODEL = small_lm()
@@ -179,6 +182,64 @@ def test_a_commit_that_fails_leaves_the_session_as_it_was(tmp_path, monkeypatch,
     assert [file.name for file in tmp_path.rglob("*.tmp")] == []
 
 
+@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("has_links", [False, True])
+def test_a_change_whose_directory_cannot_be_synced_is_not_made(tmp_path, monkeypatch, is_new, has_links):
+    if not has_links:
+        monkeypatch.setattr(os, "link", raise_io_error)
+    sessions = store(tmp_path)
+    if not is_new:
+        turn(sessions, "mine", 4, 4)
+    before, files = (None if is_new else 4), sorted(tmp_path.rglob("*"))
+    lease = sessions.acquire("mine")
+    sessions.load(lease)
+    with monkeypatch.context() as patch:
+        fail_to_sync_directories(patch, errno.EIO)
+        with pytest.raises(OSError, match="Input/output error"):
+            sessions.commit(lease, state(1, 5), 15)
+        assert [tokens(s, "mine") for s in (sessions, store_without_sync(patch, tmp_path))] == [before] * 2
+        if not is_new:
+            with pytest.raises(OSError, match="Input/output error"):
+                sessions.delete("mine")
+        assert sorted(tmp_path.rglob("*")) == files
+    sessions.commit(lease, state(1, 5), 15)  # neither is the request void, nor does a retry append twice
+    sessions.release(lease)
+    assert [tokens(s, "mine") for s in (sessions, store(tmp_path))] == [15, 15]
+
+
+def raise_io_error(*_, **__):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def store_without_sync(patch, directory):
+    """Return the sessions as another server opens them, which need not sync to read."""
+    with patch.context() as inner:
+        inner.setattr(os, "fsync", lambda descriptor: None)
+        return store(directory)
+
+
+@pytest.mark.parametrize("error", ["utime", "_evict"])
+def test_what_fails_after_a_commit_does_not_undo_it(tmp_path, monkeypatch, error):
+    sessions = store(tmp_path, disk_limit=SIZE // 2)
+    monkeypatch.setattr(*(os, "utime") if error == "utime" else (sessions.files, "_evict"), raise_io_error)
+    turn(sessions, "mine", 1)
+    assert tokens(store(tmp_path), "mine") == 1
+
+
+def test_sessions_survive_a_clock_that_jumps(tmp_path, monkeypatch):
+    """The least recently used sessions make room, whatever the clock says."""
+    clock = 1.8e9
+    monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * clock))
+    sessions, other = (store(tmp_path, disk_limit=4 * SIZE) for _ in range(2))
+    for jump in (0, 3e9, -4e9, 10, -1e8, 1e9):
+        clock += jump
+        for i in range(6):
+            turn(sessions, str(i), i + 1)
+        assert [tokens(store(tmp_path), str(i)) for i in (4, 5)] == [5, 6]
+        turn(other, "other", 1)  # which does not know the times of the first server's files
+        assert tokens(store(tmp_path), "other") == 1
+
+
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("is_new", [False, True])
 def test_a_session_deleted_during_a_request_stays_deleted(tmp_path, on_disk, is_new):
@@ -290,9 +351,10 @@ def test_a_session_is_on_the_disk_before_it_replaces_the_previous_one(tmp_path, 
     for _ in range(2):
         system_calls.clear()
         turn(sessions, "mine", 1)
-        (synced, data), (renamed, temporary), (synced_too, directory) = system_calls[:3]
+        calls = [call for call in system_calls if not call[1].endswith(".earlier.tmp")]
+        (synced, data), (renamed, temporary), (synced_too, directory) = calls[:3]
         assert (synced, renamed, synced_too) == ("fsync", "replace", "fsync")
         assert data == temporary != directory == "sessions"
     system_calls.clear()
     sessions.delete("mine")
-    assert [call for call, _ in system_calls] == ["unlink", "fsync"]
+    assert [call for call, name in system_calls if not name.endswith(".earlier.tmp")] == ["unlink", "fsync"]

@@ -36,16 +36,21 @@ class StateFile(NamedTuple):
 
 
 def write_state_file(
-    path: str | os.PathLike[str], tree: Tree, metadata: dict[str, str], *, durable: bool = True
+    path: str | os.PathLike[str],
+    tree: Tree,
+    metadata: dict[str, str],
+    *,
+    durable: bool = True,
+    private: bool = False,
 ) -> None:
-    """Write a tree and further entries to a state file, by `atomic_write`.
+    """Write a tree and further entries to a state file, by `atomic_write`, which says what the options do.
 
     Growing tensors are cut to the longest row. Raises `ValueError` for values that a state cannot have.
     """
     if problem := tree.describe_problem():
         raise ValueError(f"{path}: not written, because {problem}")
     entries = {"kind": type(tree).__name__, **metadata, "version": _VERSION, "checksum": _NO_CHECKSUM}
-    with atomic_write(path, durable=durable) as temporary:
+    with atomic_write(path, durable=durable, private=private) as temporary:
         save_tensors(temporary, tree.trim().tensors(), entries)
         _sign(temporary)
 

@@ -46,26 +46,38 @@ _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM, er
 
 
 @contextmanager
-def atomic_write(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[Path]:
+def atomic_write(path: str | os.PathLike[str], *, durable: bool = True, private: bool = False) -> Iterator[Path]:
     """Yield a temporary name next to `path`, which is renamed to it if the block succeeds, and removed if it fails.
 
     A `durable` file survives a power cut from then on. False saves time for a file in a directory that is synced as a
-    whole later. An earlier file is unchanged if an `OSError` is raised.
+    whole later. Only its owner can read a `private` file. An earlier file is unchanged if an `OSError` is raised, unless
+    that says that the new one is in place: then the disk failed to sync the directory.
     """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
     try:
+        if private:
+            temporary.touch(0o600)
         yield temporary
         if durable:
             fsync(temporary)
         temporary.replace(target)
         if durable:
-            fsync(target.parent)
+            _sync_renamed(target)
     except OSError as error:
         raise with_filename(target, error, temporary) from error
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _sync_renamed(target: Path) -> None:
+    """Put the new name of a complete file on the disk."""
+    try:
+        fsync(target.parent)
+    except OSError as error:
+        message = f"{error.strerror}; the new file is in place, but may not survive a power cut"
+        raise OSError(error.errno, message, str(target)) from error
 
 
 def with_filename(path: Path, error: OSError, temporary: Path | None = None) -> OSError:

@@ -163,7 +163,13 @@ class Routes(ModelRoutes):
 
     async def delete_session(self, request: Request) -> Response:
         """Delete a session."""
-        if not await asyncio.to_thread(self._service.sessions.delete, request.path_params["name"]):
+        try:
+            was_deleted = await asyncio.to_thread(self._service.sessions.delete, request.path_params["name"])
+        except OSError as error:
+            print(f"anymamba: could not delete a session: {error}", file=sys.stderr, flush=True)
+            message = "the session could not be deleted from the disk; it is as it was before this request"
+            raise ApiError(507, message, param="session", code="session_not_deleted") from error
+        if not was_deleted:
             raise ApiError(404, "there is no such session", code="not_found")
         return json_response({"object": "session", "deleted": True})
 

@@ -225,15 +225,18 @@ class SessionStore:
             lease.session = session
 
     def delete(self, name: str) -> bool:
-        """Delete a session, including what a running request would add to it; return whether there was one."""
+        """Delete a session, including what a running request would add to it; return whether there was one.
+
+        After an `OSError` it is unchanged, and so is the request.
+        """
         name_digest = _name_digest(name)
         with self._exclude_changes():
+            was_on_disk = self.files is not None and self.files.remove(name_digest)
             with self._lock:
                 lease = self._leases.get(name_digest)
                 if lease is not None:
                     lease._is_void = True
                 was_in_memory = self._forget(name_digest)
-            was_on_disk = self.files is not None and self.files.remove(name_digest)
         return was_on_disk or (was_in_memory and self.files is None) or lease is not None
 
     def _exclude_changes(self) -> AbstractContextManager[Any]:

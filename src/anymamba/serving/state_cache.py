@@ -160,17 +160,17 @@ class StateCache:
 
         States that are not written within `seconds` are lost; their prompts can be read again.
         """
-        now = time.time()
-        deadline = time.monotonic() + seconds
+        start = time.monotonic()
         self._executor.shutdown()
         if self.files is None:
             return
         with self._lock:
             remaining = list(reversed(self._entries.values()))
         for i, cached in enumerate(remaining):
-            if time.monotonic() >= deadline:
+            elapsed = time.monotonic() - start
+            if elapsed >= seconds:
                 return
-            self._write(cached, used=now - 1e-3 * i)
+            self._write(cached, idle=elapsed + 1e-3 * i)
 
     def _load(self, key: Key) -> CachedState | None:
         """Return a state from its file, or None if there is no file that can be read."""
@@ -230,13 +230,13 @@ class StateCache:
                     if self._being_written.get(key) is cached:
                         del self._being_written[key]
 
-    def _write(self, cached: CachedState, *, used: float | None = None) -> None:
+    def _write(self, cached: CachedState, *, idle: float = 0.0) -> None:
         assert self.files is not None
         keys = sorted(cached.keys, key=lambda key: _NAMING_ORDER.index(key.kind))
         metadata = {"tokens": str(cached.tokens), "keys": json.dumps(keys, separators=(",", ":"))}
         name = _file_name(keys[0])
         try:
-            self.files.write(name, cached.state, metadata, used=used)
+            self.files.write(name, cached.state, metadata, idle=idle)
         except (OSError, ValueError):  # the prompt can be read again
             return
         self._note_file(name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,7 +50,9 @@ class StateDirectory:
             fsync(directory.parent)
         with self.lock():
             self._remove_unfinished()
-        self._bytes = sum(size for _, size, _ in self._list_files())  # an upper bound: a replaced file counts twice
+        files = self._list_files()
+        self._bytes = sum(size for _, size, _ in files)  # an upper bound: a replaced file counts twice
+        self._last_use_ns = files[0][0] if files else 0  # the latest that is known, on the clock of `time.time_ns`
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -80,20 +84,20 @@ class StateDirectory:
         """Return the names of the stored states."""
         return [file.name.removesuffix(_SUFFIX) for file in self._directory.iterdir() if file.suffix == _SUFFIX]
 
-    def write(self, name: str, state: GenerationState, metadata: dict[str, str], *, used: float | None = None) -> None:
+    def write(self, name: str, state: GenerationState, metadata: dict[str, str], *, idle: float = 0.0) -> None:
         """Write a state of one row, in place of the one with this name; after an OSError that one is unchanged.
 
-        `used` is the time of its last use on the clock of `time.time`, by default now.
+        `idle` is the time since its last use in seconds.
         """
         file = self._file(name)
         with self.lock():
-            write_state_file(file, state, metadata, durable=self._durable)
-            file.chmod(0o600)
-            if used is not None:
-                os.utime(file, (used, used))
-            self._bytes += file.stat().st_size
-            if self._bytes > self._limit:
-                self._evict()
+            with self._restore_on_error(file):
+                write_state_file(file, state, metadata, durable=self._durable, private=True)
+            with suppress(OSError):  # it is written; nothing below may say that it was not
+                self._note_use(file, idle)
+                self._bytes += file.stat().st_size
+                if self._bytes > self._limit:
+                    self._evict(None if idle else file)
 
     def read(self, name: str) -> tuple[GenerationState, dict[str, str]] | None:
         """Return a state and its metadata, or None if there is no file with this name.
@@ -108,7 +112,7 @@ class StateDirectory:
         if state.batch_size != 1:
             raise ValueError(f"{file}: expected the state of one row, got {state.batch_size}")
         with suppress(OSError):  # another server has removed it
-            os.utime(file)
+            self._note_use(file)
         return state, metadata
 
     def read_metadata(self, name: str) -> dict[str, str] | None:
@@ -120,18 +124,53 @@ class StateDirectory:
             return tensors.metadata() or {}
 
     def remove(self, name: str) -> bool:
-        """Remove a state; return whether there was one."""
+        """Remove a state; return whether there was one. After an OSError it is still there."""
+        file = self._file(name)
         with self.lock():
-            try:
-                self._file(name).unlink()
-            except FileNotFoundError:
+            if not file.is_file():
                 return False
-            if self._durable:
-                fsync(self._directory)
+            with self._restore_on_error(file):
+                file.unlink()
+                if self._durable:
+                    fsync(self._directory)
             return True
+
+    @contextmanager
+    def _restore_on_error(self, file: Path) -> Iterator[None]:
+        """Put a file back, or remove a new one, if the block has changed it and then raises an OSError.
+
+        Only durable changes can fail after they are made: when the disk fails to sync the directory.
+        """
+        if not self._durable:
+            yield
+            return
+        earlier, existed = file.with_name(f".{file.name}.earlier.tmp"), file.exists()
+        earlier.unlink(missing_ok=True)
+        if existed:
+            try:
+                os.link(file, earlier)
+            except OSError:  # a file system without hard links
+                shutil.copy2(file, earlier)
+        try:
+            yield
+        except OSError:
+            if existed:
+                earlier.replace(file)
+            else:
+                file.unlink(missing_ok=True)
+            raise
+        finally:
+            with suppress(OSError):
+                earlier.unlink(missing_ok=True)
 
     def _file(self, name: str) -> Path:
         return self._directory / f"{name}{_SUFFIX}"
+
+    def _note_use(self, file: Path, idle: float = 0.0) -> None:
+        """Record when a file was last used: after all that is known, even if the clock was set back."""
+        self._last_use_ns = max(time.time_ns(), self._last_use_ns + 1000)
+        used_ns = self._last_use_ns - int(1e9 * idle)
+        os.utime(file, ns=(used_ns, used_ns))
 
     def _remove_unfinished(self) -> None:
         for file in self._directory.iterdir():
@@ -149,10 +188,12 @@ class StateDirectory:
                     files.append((file.stat().st_mtime_ns, file.stat().st_size, file))
         return sorted(files, reverse=True)
 
-    def _evict(self) -> None:
-        """Remove the least recently used files if all together exceed the limit."""
+    def _evict(self, newest: Path | None) -> None:
+        """Remove the least recently used files if all together exceed the limit; `newest` goes last."""
         self._remove_unfinished()
         files = self._list_files()
+        self._last_use_ns = max([self._last_use_ns, *(used_ns for used_ns, _, _ in files)])
+        files.sort(key=lambda entry: entry[2] != newest)
         total = sum(size for _, size, _ in files)
         target = self._limit if total <= self._limit else (1 - _SPARE) * self._limit
         while files and total > (target if len(files) > 1 else self._limit):

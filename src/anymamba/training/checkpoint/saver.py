@@ -278,7 +278,10 @@ def _complete(save: _Save, digests: dict[str, str]) -> None:
         if target.exists():  # a damaged one, or the same
             _remove(target)
         temporary.rename(target)
+    try:
         fsync(directory)
+    except OSError as error:
+        raise OSError(f"{target}: complete, but it may not survive a power cut ({error})") from error
     # 3) Remove damaged and old checkpoints.
     for path in list_checkpoints(directory):
         if path != target and checkpoint_step(path) > save.previous:
