@@ -50,6 +50,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from anymamba.models import StackCache as StackCache
     from anymamba.models import StackConfig as StackConfig
     from anymamba.models import mask_tokens as mask_tokens
+    from anymamba.models import register_family as register_family
     from anymamba.scan import SsdPath as SsdPath
     from anymamba.scan import rotated_trapezoid_scan as rotated_trapezoid_scan
     from anymamba.scan import trapezoid_scan as trapezoid_scan

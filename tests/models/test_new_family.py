@@ -1,6 +1,7 @@
-"""A new block family is its own file and one line of `families.py`: it trains, generates and saves by that alone."""
+"""A block family of somebody's own file trains, generates, saves and runs in every command once it is registered."""
 
 import importlib
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anymamba import MambaLM, decoder
+from anymamba import MambaLM, decoder, register_family
 from anymamba.analysis import Recurrence, dual_matrix, initial_state_term, register_recurrence, values
-from anymamba.blocks.base import Block
-from anymamba.blocks.block_config import make_config
+from anymamba.blocks import Block, Mamba2, SavableTree, make_config
 from anymamba.cli.main import main
-from anymamba.core.cache_io import SavableTree
 from anymamba.models.families import FAMILIES
 from anymamba.scan import scan
 from anymamba.training import resume, train
+from anymamba.training.config.sections import ModelSection
+from anymamba.training.config.tabular_config import SequenceModelSection
 from tests.support import FLOOR, assert_near
 from tests.training.cases import silent, tiny, write_corpus
 
@@ -70,8 +71,93 @@ class Leaky(Block):
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    monkeypatch.setitem(FAMILIES, "Leaky", Leaky)
+def registered():
+    register_family("Leaky", Leaky)
+    yield
+    del FAMILIES["Leaky"]
+
+
+class TestRegistration:
+    def test_again_or_from_the_same_cell_of_a_notebook_is_no_clash(self):
+        register_family("Leaky", Leaky)
+        again = type("Leaky", (Leaky,), {"__module__": Leaky.__module__})
+        register_family("Leaky", again)
+        assert FAMILIES["Leaky"] is again
+
+    def test_a_name_belongs_to_one_family(self):
+        with pytest.raises(
+            ValueError, match=r"Mamba2 is the name of anymamba.blocks.mamba2.Mamba2 already, got .*Leaky"
+        ):
+            register_family("Mamba2", Leaky)
+        assert FAMILIES["Mamba2"] is Mamba2
+
+    @pytest.mark.parametrize("family", [nn.Linear, Leaky(8), "Leaky"])
+    def test_a_family_is_a_subclass_of_block(self, family):
+        with pytest.raises(TypeError, match=r"Other must be a subclass of anymamba.blocks.Block, got "):
+            register_family("Other", family)
+
+    @pytest.mark.parametrize("name", ["", None])
+    def test_a_name_is_a_string(self, name):
+        with pytest.raises(TypeError, match="the name must be a string that is not empty"):
+            register_family(name, Leaky)
+
+    def test_what_is_missing_is_one_error(self):
+        with pytest.raises(ValueError, match=r"Other must have CONFIG, .*; CACHE, .*; a method cache_shapes; .* mix$"):
+            register_family("Other", type("Other", (Block,), {}))
+
+    @pytest.mark.parametrize(
+        ("parts", "expected"),
+        [
+            ({"CONFIG": dict}, "CONFIG, a dataclass with a field d_model$"),
+            ({"CONFIG": LeakyConfig(d_model=8)}, "CONFIG, a dataclass with a field d_model$"),
+            ({"CACHE": tuple}, "CACHE, a named tuple and anymamba.blocks.SavableTree$"),
+            ({"CACHE": SavableTree}, "CACHE, a named tuple and anymamba.blocks.SavableTree$"),
+        ],
+    )
+    def test_config_and_cache_are_of_the_kinds_that_models_need(self, parts, expected):
+        with pytest.raises(ValueError, match=f"Other must have {expected}"):
+            register_family("Other", type("Other", (Leaky,), parts))
+        assert "Other" not in FAMILIES
+
+
+def write_package(directory, name, value):
+    """Write what pip records of an installed package with one family."""
+    metadata = directory / f"{name.lower()}_package-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.lower()}-package\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[anymamba.families]\n{name} = {value}\n")
+
+
+class TestEntryPoints:
+    def test_a_family_of_an_installed_package_is_loaded_when_it_is_named(self, tmp_path, monkeypatch):
+        write_package(tmp_path, "Dripping", f"{__name__}:Leaky")
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(ValueError, match=r"must be one of .*, Dripping, got .Driping.; did you mean Dripping"):
+            MambaLM(d_model=8, n_layer=1, vocab_size=20, ssm_cfg={"layer": "Driping"})
+        assert "Dripping" not in FAMILIES
+        try:
+            model = MambaLM(d_model=8, n_layer=1, vocab_size=20, ssm_cfg={"layer": "Dripping"})
+            assert isinstance(model.backbone.layers[0].mixer, Leaky)
+        finally:
+            FAMILIES.pop("Dripping", None)
+
+    @pytest.mark.parametrize(
+        ("value", "error"),
+        [
+            ("no_such_module:Leaky", "ModuleNotFoundError: No module named 'no_such_module'"),
+            (f"{__name__}:LeakyCache", "TypeError: .*must be a subclass of anymamba.blocks.Block"),
+        ],
+    )
+    def test_one_that_cannot_be_loaded_is_one_error(self, tmp_path, monkeypatch, value, error):
+        write_package(tmp_path, "Broken", value)
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(ValueError, match=rf'"layer"\]: cannot load the entry point Broken = {value} \({error}'):
+            MambaLM(d_model=8, n_layer=1, vocab_size=20, ssm_cfg={"layer": "Broken"})
+
+
+def test_a_checkpoint_of_an_unknown_family_says_how_to_add_it():
+    with pytest.raises(ValueError, match=r"got 'Unheard'; anymamba.register_family adds a family$"):
+        MambaLM(d_model=8, n_layer=1, vocab_size=20, ssm_cfg={"layer": "Unheard"})
 
 
 def test_prefill_equals_steps_and_padded_and_packed_rows_equal_rows_alone():
@@ -112,6 +198,50 @@ def test_it_trains_and_resumes(tmp_path):
     assert isinstance(stopped.model.backbone.layers[0].mixer, Leaky)
     again = resume(tmp_path / "run", report=silent)
     assert (again.step, again.finished) == (6, True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedConfig:
+    """A config with sizes, of which one has a default."""
+
+    d_model: int
+    headdim: int
+    d_state: int = 5
+
+
+class Sized(Leaky):
+    """A family with heads."""
+
+    CONFIG = SizedConfig
+
+
+def test_the_trainer_fits_heads_and_leaves_other_sizes_to_the_family():
+    register_family("Sized", Sized)
+    try:
+        sizes = ModelSection(family="Sized", d_model=96).lm_config(256).ssm_cfg
+        assert sizes == {"layer": "Sized", "headdim": 32, "d_state": 5}
+        sizes = SequenceModelSection(family="Sized", d_model=48).stack_fields()["ssm_cfg"]
+        assert sizes == {"layer": "Sized", "headdim": 16, "d_state": 5}
+        chosen = ModelSection(family="Sized", d_model=96, headdim=24, d_state=7).lm_config(256)
+        assert chosen.block_config() == SizedConfig(d_model=96, headdim=24, d_state=7)
+    finally:
+        del FAMILIES["Sized"]
+
+
+def test_commands_train_describe_and_run_it(tmp_path, capsys):
+    corpus = write_corpus(tmp_path / "corpus")
+    sizes = ["--model.n_layer", "1", "--model.d_model", "16", "--model.block", "{rate = 0.2}"]
+    steps = ["--batch.tokens", "64", "--batch.length", "32", "--schedule.steps", "2", "--schedule.warmup", "1"]
+    options = ["--data.sources", str(corpus), *sizes, *steps, "--evaluation.sample_tokens", "2"]
+    model = tmp_path / "run"
+    assert main(["train", "--model.family", "Leaky", *options, "--out", str(model)]) == 0
+    capsys.readouterr()
+    assert main(["info", str(model)]) == 0
+    described = capsys.readouterr().out
+    assert "Leaky" in described
+    assert re.search(r"^block +rate 0\.2$", described, re.MULTILINE)
+    for weights in ([], ["--weights", "int8"]):
+        assert main(["generate", str(model), "--prompt", "alpha", "--max-new-tokens", "3", *weights]) == 0
 
 
 def read_leaky(block, x, cache):

@@ -80,7 +80,7 @@ def test_every_kind_of_the_config_has_a_task():
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"family": "Mamba9"}, r"model\.family must be one of Mamba1, Mamba2, Mamba3, got 'Mamba9'"),
+        ({"family": "Mamba9"}, r"model\.family must be one of Mamba1, Mamba2, Mamba3, Attention, got 'Mamba9'"),
         ({"family": "Mamba1", "headdim": 8}, r"model\.headdim: Mamba1 has none, got 8"),
         ({"block": {"rope_fractoin": 1}}, r"model\.block\.rope_fractoin: no such field of Mamba3; did you mean rope_f"),
     ],

@@ -37,3 +37,4 @@ from anymamba.blocks.mamba2 import Mamba2Config as Mamba2Config
 from anymamba.blocks.mamba3 import Mamba3 as Mamba3
 from anymamba.blocks.mamba3 import Mamba3Cache as Mamba3Cache
 from anymamba.blocks.mamba3 import Mamba3Config as Mamba3Config
+from anymamba.core.cache_io import SavableTree as SavableTree

@@ -32,7 +32,6 @@ from anymamba.core.cache_io import SavableTree
 from anymamba.core.context_parallel import SequencePart
 from anymamba.core.growing_buffer import append_steps
 from anymamba.core.linear import apply_linear
-from anymamba.core.weight_formats import QuantizedWeight
 from anymamba.ops.causal_attention import causal_attention, rotary_frequencies, rotary_tables, rotate_by_position
 from anymamba.scan import SsdPath
 
@@ -175,12 +174,6 @@ class Attention(Block):
         if c.d_conv:
             self.conv1d = CausalConv(c.qkv_dim, c.d_conv, silu=False, **factory)
         self.out_proj = nn.Linear(c.d_inner, c.d_model, bias=c.out_proj_bias, **factory)
-
-    def reference_tensor(self) -> Tensor:
-        """Return a tensor that has the dtype and device of the activations; no parameter may have it, if quantized."""
-        quantized = (module for module in self.in_proj.modules() if isinstance(module, QuantizedWeight))
-        module = next(quantized, None)
-        return super().reference_tensor() if module is None else module.reference_tensor()
 
     def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
         """Return the parts of `in_proj`: queries, keys, values, and the MLP's values and gates."""

@@ -18,6 +18,7 @@ from anymamba.core.context_parallel import SequencePart
 from anymamba.core.dtypes import is_autocast, state_dtype
 from anymamba.core.layout import Padding
 from anymamba.core.operators import is_tracing
+from anymamba.core.weight_formats import QuantizedWeight
 from anymamba.kernels.compiled_step import StepSource, usable_step
 from anymamba.kernels.step_description import OUTPUT, StepBuilder
 from anymamba.scan import SsdPath
@@ -267,8 +268,9 @@ class Block(nn.Module):
         return StepSource(describe, self.d_model, weight.dtype, weight.dtype, weight.device)
 
     def reference_tensor(self) -> Tensor:
-        """Return a parameter, or another tensor, that has the dtype and device of the activations."""
-        return next(self.parameters())
+        """Return a tensor that has the dtype and device of the activations; no parameter may have it, if quantized."""
+        module = next((module for module in self.modules() if isinstance(module, QuantizedWeight)), None)
+        return next(self.parameters()) if module is None else module.reference_tensor()
 
     def _field_dtype(self, field: str, dtype: torch.dtype) -> torch.dtype:
         if field in self.CACHE.CPU_FIELDS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import platform
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from anymamba.core.registry import describe_kernels, missing_kernel
 from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.models import BidirectionalConfig, LatentModel, MaskedLM, SequenceModel, SequenceRegressor, StackConfig
 from anymamba.models.config import is_ambiguous
+from anymamba.models.families import BUILT_IN, FAMILIES
 from anymamba.models.lm import MambaLM
 from anymamba.training.tasks.tabular_base import TASK_FILE
 from anymamba.version import __version__
@@ -80,9 +82,9 @@ def _describe_blocks(config: StackConfig) -> list[tuple[str, str]]:
 
 
 def _describe_block(block: Any) -> str:
-    return ", ".join(
-        f"{name} {getattr(block, name)}" for name in _BLOCK_FIELDS if getattr(block, name, None) is not None
-    )
+    is_built_in = any(isinstance(block, FAMILIES[name].CONFIG) for name in BUILT_IN)
+    names = _BLOCK_FIELDS if is_built_in else [f.name for f in dataclasses.fields(block) if f.name != "d_model"]
+    return ", ".join(f"{name} {getattr(block, name)}" for name in names if getattr(block, name, None) is not None)
 
 
 def _describe_sequence_model(directory: Path, model_type: type[SequenceModel]) -> list[tuple[str, str]]:
@@ -244,7 +246,8 @@ def _working_bytes(model: MambaLM) -> int:
     """Estimate the memory of a segment in a layer: a few times its largest tensors, as measured, and the logits."""
     mixer: Any = model.backbone.layers[0].mixer
     keys = getattr(mixer.init_cache(1), "k", None)  # Mamba-3 has keys and queries for every head
-    floats = 4 * mixer.in_proj.out_features + 4 * model.config.d_model + (0 if keys is None else 10 * keys.numel())
+    width = max((getattr(module, "out_features", 0) for module in mixer.modules()), default=0)
+    floats = 4 * width + 4 * model.config.d_model + (0 if keys is None else 10 * keys.numel())
     return 4 * (SEGMENT_LEN * floats + 2 * model.config.padded_vocab_size)
 
 

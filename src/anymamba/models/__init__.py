@@ -15,6 +15,7 @@ from anymamba.models.cache import LMCache as LMCache
 from anymamba.models.cache import StackCache as StackCache
 from anymamba.models.config import MambaLMConfig as MambaLMConfig
 from anymamba.models.families import FAMILIES as FAMILIES
+from anymamba.models.families import register_family as register_family
 from anymamba.models.lm import MambaLM as MambaLM
 from anymamba.models.loss import IGNORED_LABEL as IGNORED_LABEL
 from anymamba.models.outputs import LMOutput as LMOutput

@@ -51,20 +51,21 @@ def block_fields(section: Any, family: str, width: int, *, d_state: int, headdim
 
     Raise `ValueError` for an unknown family, or a field that it does not have. `section` has `d_state`, `headdim` and
     `block`; `width` is that of the residual stream. A family without heads has a state of 16 per channel, not the
-    default `d_state`; the default `headdim`, a power of two, is halved until it divides the inner width.
+    default `d_state`; a registered family has its own defaults, if any. The default `headdim` is halved until it
+    divides the inner width.
     """
-    from anymamba.models.families import FAMILIES  # which imports torch
+    from anymamba.models.families import BUILT_IN, get_family  # which imports torch
 
-    if family not in FAMILIES:
-        raise ValueError(
-            f"model.family must be one of {', '.join(FAMILIES)}, got {family!r}{suggest(family, FAMILIES)}"
-        )
-    defaults = {f.name: f.default for f in dataclasses.fields(FAMILIES[family].CONFIG)}
+    kind = get_family(family, "model.family").CONFIG
+    defaults = {f.name: f.default for f in dataclasses.fields(kind)}
+    default_sizes = {"d_state": d_state if "headdim" in defaults else 16, "headdim": headdim}
+    if family not in BUILT_IN:
+        own_defaults = {size: defaults.get(size) for size in default_sizes}
+        default_sizes |= {size: x for size, x in own_defaults.items() if isinstance(x, int) and x > 0}
     expand = section.block.get("expand", defaults.get("expand", 1))
     inner_width = int(expand * width) if isinstance(expand, int | float) and 0 < expand < 2**16 else width
-    while inner_width % headdim:
-        headdim //= 2
-    default_sizes = {"d_state": d_state if "headdim" in defaults else 16, "headdim": headdim}
+    while inner_width % default_sizes["headdim"]:
+        default_sizes["headdim"] //= 2
     for size in default_sizes:
         if size not in defaults and getattr(section, size) is not None:
             raise ValueError(f"model.{size}: {family} has none, got {getattr(section, size)}")
@@ -82,7 +83,9 @@ class ModelSection:
     init: str | None = option(
         None, "directory or hub id of a model to start from: its weights, sizes and, unless another is named, tokenizer"
     )
-    family: str | None = option(None, "family of the blocks: Mamba1, Mamba2 or Mamba3", default_text="Mamba3")
+    family: str | None = option(
+        None, "family of the blocks: Mamba1, Mamba2, Mamba3 or a registered one", default_text="Mamba3"
+    )
     depth: int | None = option(
         None, "one number that sets the size: layers; the width is 64 times that, in heads of 64", default_text="4"
     )

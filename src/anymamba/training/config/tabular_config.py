@@ -16,7 +16,7 @@ KINDS: tuple[str, ...] = get_args(Kind)
 class SequenceModelSection:
     """The model, by its sizes."""
 
-    family: str = option("Mamba3", "family of the blocks: Mamba1, Mamba2 or Mamba3")
+    family: str = option("Mamba3", "family of the blocks: Mamba1, Mamba2, Mamba3 or a registered one")
     n_layer: int = option(2, "number of layers, those of both directions counted")
     d_model: int = option(64, "width of the residual stream")
     d_state: int | None = option(None, "state size of a head", default_text="32, or 16 for Mamba1's channels")
