@@ -1,6 +1,7 @@
 """Mamba-1, Mamba-2 and Mamba-3 for PyTorch, on any machine."""
 
 import sys
+from itertools import dropwhile
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -9,8 +10,10 @@ from anymamba.version import __version__ as __version__
 
 _install_finders()
 
-# The `anymamba` command imports what it needs, when it needs it: its help must not wait for torch.
-_IS_COMMAND = PurePath(*sys.orig_argv[1:2]).stem == "anymamba" or sys.orig_argv[1:3] == ["-m", "anymamba"]
+# The `anymamba` command imports what it needs, when it needs it: its help must not wait for torch, and it sets how
+# threads wait before torch is imported. torchrun starts it with an option: `python -u -m anymamba`.
+_ARGUMENTS = list(dropwhile(lambda x: x.startswith("-") and x not in ("-c", "-m"), sys.orig_argv[1:]))
+_IS_COMMAND = PurePath(*_ARGUMENTS[:1]).stem == "anymamba" or _ARGUMENTS[:2] == ["-m", "anymamba"]
 
 if TYPE_CHECKING or not _IS_COMMAND:
     from anymamba import analysis as inspect  # noqa: F401
@@ -30,6 +33,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from anymamba.core.process import keep_freed_memory as keep_freed_memory
     from anymamba.core.registry import kernels_off as kernels_off
     from anymamba.core.registry import portable as portable
+    from anymamba.core.threads import configure_threads as configure_threads
     from anymamba.generation import GenerationState as GenerationState
     from anymamba.generation import stream as stream
     from anymamba.generation.decoder import decoder as decoder

@@ -17,6 +17,7 @@ from anymamba.checkpoints.open import resolve_source
 from anymamba.cli import options
 from anymamba.cli.options import check_at_least
 from anymamba.core.dtypes import parse_device
+from anymamba.core.threads import configure_threads
 from anymamba.generation.chat import ChatTemplate
 from anymamba.generation.detect_activation import detect_activation
 from anymamba.generation.speculation import parse_speculation
@@ -53,8 +54,10 @@ def load_draft(args: argparse.Namespace, model: MambaLM) -> Literal["lookup"] | 
 
 
 def set_threads(args: argparse.Namespace) -> None:
-    """Set the number of CPU threads to --threads."""
-    if args.threads is not None:
+    """Set the number of CPU threads to --threads, or to at most the cores that the process may use."""
+    if args.threads is None:
+        configure_threads()
+    else:
         check_at_least(args, 1, "threads")
         torch.set_num_threads(args.threads)
 

@@ -15,6 +15,7 @@ from anymamba.checkpoints.load import load_model, warn_of_non_finite
 from anymamba.checkpoints.open import open_checkpoint, resolve_source
 from anymamba.checkpoints.save import check_no_other_format, copy_companions, save_model
 from anymamba.cli.common import DTYPES, add_eos_token_id, report_activation
+from anymamba.core.threads import configure_threads
 from anymamba.generation.tokenizers import Tokenizer, load_tokenizer
 from anymamba.models.config import is_ambiguous
 from anymamba.models.lm import MambaLM
@@ -34,6 +35,7 @@ def run_convert(args: argparse.Namespace) -> None:
         raise ValueError(f"{target}: the directory is not empty; pass --force to write into it")
     check_no_other_format(target, get_format(args.format))
     # 2) Load the model, in the dtype and format of its weights that will be stored.
+    configure_threads()
     checkpoint = open_checkpoint(source, dict(args.block))
     dtype = DTYPES.get(args.dtype)
     model = load_model(source, dtype=dtype, mapped=True, weights=args.weights, ssm_cfg=dict(args.block))

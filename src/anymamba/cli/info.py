@@ -23,6 +23,7 @@ from anymamba.core.dtypes import available_devices
 from anymamba.core.io import atomic_write, read_json
 from anymamba.core.linear import matmul_library, multiplies_bfloat16
 from anymamba.core.registry import describe_kernels, missing_kernel
+from anymamba.core.threads import configure_threads
 from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.models import BidirectionalConfig, LatentModel, MaskedLM, SequenceModel, SequenceRegressor, StackConfig
 from anymamba.models.config import is_ambiguous
@@ -148,11 +149,14 @@ def run_info(args: argparse.Namespace) -> None:
 
 
 def _describe_machine() -> list[tuple[str, str]]:
+    settings = configure_threads()
     return [
         ("anymamba", __version__),
         ("torch", torch.__version__),
         ("python", f"{platform.python_version()} on {platform.machine()}"),
-        ("threads", str(torch.get_num_threads())),
+        ("threads", f"{settings.threads}: {settings.reason}"),
+        ("waiting", settings.waiting),
+        *([("advice", settings.advice)] if settings.advice else []),
         *_kernels(),
         ("matmul", _describe_matmul()),
         *_default_paths(),

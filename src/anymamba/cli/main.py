@@ -25,6 +25,7 @@ from anymamba.cli.options import (
 from anymamba.cli.serve_options import add_bench_serve, add_serve
 from anymamba.core.config_fields import check_known
 from anymamba.core.process import keep_freed_memory
+from anymamba.core.threads import set_spin_count
 from anymamba.version import __version__
 
 # The module and function of each command; imported only when it runs, because importing torch takes seconds.
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     It is 0, 1 when numbers overflowed in training, 2 for a user's mistake or too little memory, 130 when interrupted.
     """
     keep_freed_memory()
+    set_spin_count()
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:

@@ -93,7 +93,8 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="auto", help="device to compute on (default: auto, the first of cuda, mps and cpu)"
     )
-    parser.add_argument("--threads", **integer(), help="CPU threads to compute with (default: torch's choice)")
+    default = "torch's choice, within the process's quota of cores"
+    parser.add_argument("--threads", **integer(), help=f"CPU threads to compute with (default: {default})")
 
 
 def _add_block(parser: argparse.ArgumentParser) -> None:

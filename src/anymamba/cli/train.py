@@ -17,6 +17,7 @@ from anymamba.cli.options import check_at_least
 from anymamba.core.dtypes import parse_device
 from anymamba.core.io import atomic_write
 from anymamba.core.registry import describe_device
+from anymamba.core.threads import configure_threads
 from anymamba.training.api import create_run, open_run, to_stderr
 from anymamba.training.config.run_config import read_config
 from anymamba.training.distributed.process_group import World, init_distributed
@@ -28,6 +29,7 @@ from anymamba.training.trainer import Trainer
 
 def run_train(args: argparse.Namespace) -> None:
     """Train, and print where the result is."""
+    configure_threads()  # the config may set another number later
     world = init_distributed()
     try:
         trainer = _create_trainer(args, _read_overrides(args), world)

@@ -10,7 +10,8 @@ Reading order:
 - `layout.py`, `context_parallel.py`: padded and packed batches, and sequences that several ranks share;
 - `cache_tree.py`, `growing_buffer.py`, `cache_io.py`: caches as values, those that grow, and their files;
 - `weight_formats.py`: formats of quantized weights;
-- `io.py`, `anomaly.py`, `process.py`: files, a guard against NaN, settings of the process.
+- `io.py`, `anomaly.py`, `process.py`: files, a guard against NaN, settings of the process;
+- `available_cores.py`, `threads.py`: how many cores the process may use, and how torch's threads are set.
 
 One call: a block calls `causal_conv(x, window, weight, ...)`. `check_annotated_shapes` compares the tensors with the
 annotations; the operator asks the registry for the first implementation that covers the inputs, and calls it directly,

@@ -51,7 +51,11 @@ class RunConfig:
     checkpoints: CheckpointSection = field(default_factory=CheckpointSection)
     seed: int = option(0, "seed of the weights and of the order of the data")
     device: str = option("auto", "device to compute on; auto is the first of cuda, mps and cpu")
-    threads: int | None = option(None, "CPU threads; another number rounds differently", default_text="torch's choice")
+    threads: int | None = option(
+        None,
+        "CPU threads; another number rounds differently",
+        default_text="torch's choice, within the process's quota of cores",
+    )
 
     def __post_init__(self) -> None:
         """Validate the fields."""
