@@ -35,7 +35,7 @@ def _start_busy_program() -> subprocess.Popen[bytes]:
 
 
 @contextlib.contextmanager
-def _busy_core() -> Iterator[None]:
+def busy_core() -> Iterator[None]:
     """Keep a core busy inside the context."""
     program = _start_busy_program()
     if program.poll() is not None:
@@ -52,7 +52,7 @@ def set_up(weights: str, is_busy: bool, small: bool = False) -> Call:
     step = set_up_steps(our_model_with(weights, small), prompt(1, 64), prompt(1, 1)[:, 0])
 
     def run() -> dict[str, Tensor]:
-        with _busy_core() if is_busy else contextlib.nullcontext():
+        with busy_core() if is_busy else contextlib.nullcontext():
             for _ in range(TOKENS - 1):
                 step()
             return dict(step())
