@@ -2,8 +2,9 @@
 
 In reading order: `stack/` (residual layers and the loop over them), `config.py` and `families.py` (from a table of
 fields to the config of every block), `backbone.py` (embedding, stack, and the tying of the head), `lm.py` (the language
-model), `inputs.py`, `outputs.py` and `loss.py` (what goes in and comes out of it), `cache.py` (what it carries between
-calls, with the fingerprint in its file), `sequence/` (the other models).
+model), `trainer_methods.py` (what trainers of other libraries call on it), `inputs.py`, `outputs.py` and `loss.py`
+(what goes in and comes out of it), `cache.py` (what it carries between calls, with the fingerprint in its file),
+`sequence/` (the other models).
 
 A token on its way through `model(ids)`: `lm.py` checks the ids and calls the backbone; `backbone.py` looks up the
 embedding and starts the residual stream; `stack.py` runs the passes in the loop of `layer_loop.py`; in each pass a

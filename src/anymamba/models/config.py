@@ -13,7 +13,7 @@ import dataclasses
 import reprlib
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from anymamba.blocks.base import Block
 from anymamba.models.families import FAMILIES, family_name, get_family, make_block_config, our_name, suggest_field
@@ -29,6 +29,27 @@ ACTIVATIONS = ("heavy_tail", "softplus")
 AMBIGUOUS_ACTIVATION = "ambiguous_activation"  # a key of `MambaLMConfig.extra`
 
 
+_Config = TypeVar("_Config")
+
+
+def let_use_cache_be_set(config: type[_Config]) -> type[_Config]:
+    """Let trainers of other libraries set `use_cache` of a frozen dataclass.
+
+    It is not a field, and nothing here reads it.
+    """
+    set_frozen: Any = config.__setattr__
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        if name == "use_cache":
+            object.__setattr__(self, name, value)
+        else:
+            set_frozen(self, name, value)
+
+    config.__setattr__ = set_attribute  # type: ignore[method-assign]
+    return config
+
+
+@let_use_cache_be_set
 @dataclass(frozen=True, kw_only=True)
 class MambaLMConfig:
     """Sizes and options of a language model, named as in the official `MambaConfig`, which lacks only `stack`."""
@@ -47,6 +68,10 @@ class MambaLMConfig:
     tie_embeddings: bool = True  # the head is the embedding
     stack: dict[str, Any] = field(default_factory=dict)  # further fields of `StackConfig`
     extra: dict[str, Any] = field(default_factory=dict)  # unknown fields of the file
+
+    # What other libraries read. A model always returns a cache, which costs nothing in training.
+    model_type: ClassVar[str] = "anymamba"
+    use_cache: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the fields, and copy tables and lists, so that later changes by the caller have no effect."""

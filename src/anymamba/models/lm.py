@@ -23,19 +23,20 @@ from anymamba.core.linear import apply_linear
 from anymamba.core.weight_formats import QuantizedWeight
 from anymamba.kernels.step_description import OUTPUT, StepBuilder
 from anymamba.models.backbone import Backbone, after_loading, before_loading
-from anymamba.models.cache import HasFingerprint, LMCache
+from anymamba.models.cache import LMCache
 from anymamba.models.config import MambaLMConfig, check_fields, warn_if_ambiguous
 from anymamba.models.inputs import check_ids, check_inputs, check_label_range
 from anymamba.models.loss import IGNORED_LABEL, chunked_cross_entropy, cross_entropy_sum
 from anymamba.models.outputs import LMOutput, find_targets, last_hidden, unflatten_packed_rows
 from anymamba.models.token_window import TokenWindow, check_window, unroll_window
+from anymamba.models.trainer_methods import HasTrainerMethods, merge_masks
 from anymamba.scan import SsdPath
 
 if TYPE_CHECKING:
     from anymamba.generation import Generation
 
 
-class MambaLM(HasFingerprint):
+class MambaLM(HasTrainerMethods):
     """Mamba language model. Parameter names, shapes and initialization are the official ones.
 
     Args:
@@ -103,6 +104,10 @@ class MambaLM(HasFingerprint):
         logits: Literal["all", "last", "none"] = "all",
         path: SsdPath | None = None,
         context: SequencePart | None = None,
+        attention_mask: Bool[Tensor, "b t"] | Int[Tensor, "b t"] | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
     ) -> LMOutput:
         """Run over a sequence of any length, from any cache to a new one.
 
@@ -124,6 +129,10 @@ class MambaLM(HasFingerprint):
             path: Algorithm of the scan; the default one if not given.
             context: Part of this rank, for sequences that several ranks share (`anymamba.core.context_parallel`). It
                 requires `targets`, because a label belongs to the previous token, which may be on another rank.
+            attention_mask: The name of a mask (b, t) in transformers, with 1 or True for real tokens.
+            output_attentions: False or None; PEFT passes these three.
+            output_hidden_states: False or None; `hidden_states` names passes.
+            return_dict: Anything: the output is a tuple and has names.
 
         Returns:
             logits, loss and nats (None without labels or targets), and the new cache.
@@ -133,6 +142,7 @@ class MambaLM(HasFingerprint):
             ValueError: Ids or labels are out of range, or shapes do not match.
         """
         # 1) Check the inputs; run rows of packed sequences as one row.
+        mask = merge_masks(mask, attention_mask, output_attentions, output_hidden_states)
         inputs = check_inputs(input_ids, inputs_embeds, self.config.d_model, self.backbone.embedding.weight)
         if context is not None:
             check_mutually_exclusive("MambaLM", "context", labels=labels, seq_idx=seq_idx, mask=mask)
