@@ -227,7 +227,7 @@ def test_what_fails_after_a_commit_does_not_undo_it(tmp_path, monkeypatch, error
 
 
 def test_sessions_survive_a_clock_that_jumps(tmp_path, monkeypatch):
-    """The least recently used sessions make room, whatever the clock says."""
+    """The least recently used sessions are dropped first, whatever the clock says."""
     clock = 1.8e9
     monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * clock))
     sessions, other = (store(tmp_path, disk_limit=4 * SIZE) for _ in range(2))

@@ -50,8 +50,8 @@ def atomic_write(path: str | os.PathLike[str], *, durable: bool = True, private:
     """Yield a temporary name next to `path`, which is renamed to it if the block succeeds, and removed if it fails.
 
     A `durable` file survives a power cut from then on. False saves time for a file in a directory that is synced as a
-    whole later. Only its owner can read a `private` file. An earlier file is unchanged if an `OSError` is raised, unless
-    that says that the new one is in place: then the disk failed to sync the directory.
+    whole later. Only its owner can read a `private` file. An earlier file is unchanged if an `OSError` is raised,
+    unless that says that the new one is in place: then the disk failed to sync the directory.
     """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_native_id()}.tmp")

@@ -43,7 +43,7 @@ class AccessMiddleware:
         key: Bearer token that clients must send, or None if no key is required.
         hosts: Names of the server in addition to localhost and IP addresses. The page of another site can make its own
             name resolve to this server, but it cannot make a browser send an address in place of that name. "*" is any
-            name, for a server behind a proxy that checks names.
+            name, for a server that a proxy which checks names protects.
         origins: Sites whose pages may send requests.
         seconds: Time limit of a request and its response, after which the connection is closed.
         metrics: Metrics in which requests are counted.
