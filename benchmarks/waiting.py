@@ -98,7 +98,7 @@ def measure_in_child(count: str, arguments: Sequence[str]) -> Samples:
 def table(samples: dict[str, Samples]) -> str:
     """Return the medians as a table, from samples by spin count."""
     lines = [
-        "| median ms | spin count | alone | of the default | busy | busy / alone |",
+        "| median ms | spin count | alone | relative to the first | busy | busy / alone |",
         "|---|---|---:|---:|---:|---:|",
     ]
     baseline, *_ = samples.values()
