@@ -84,7 +84,7 @@ def test_help_shows_what_a_field_is_where_nothing_is_given(run):
     out = " ".join(out.split())
     assert "none" not in out.replace("0: none", "")
     for text in (
-        "family of the blocks: Mamba1, Mamba2 or Mamba3 (default: Mamba3)",
+        "family of the blocks: Mamba1, Mamba2, Mamba3 or a registered one (default: Mamba3)",
         'or "stdlib" (default: stdlib)',
         "{true,false} use the embedding as the head as well (default: true)",
         "(default: data/ in the run's directory)",

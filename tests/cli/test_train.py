@@ -325,7 +325,7 @@ def test_help_names_every_field(run):
     for name in ("--optimizer.lr", "--model.depth", "--seed", "--data.sources", "--resume"):
         assert name in out
     out = " ".join(out.split())
-    assert "--model.family VALUE family of the blocks: Mamba1, Mamba2 or Mamba3" in out
+    assert "--model.family VALUE family of the blocks: Mamba1, Mamba2, Mamba3 or a registered one" in out
     for values in ("packed,stream", "cosine,wsd,constant", "adamw,muon", "float32,bfloat16,float64"):
         assert f"{{{values}}}" in out
 
