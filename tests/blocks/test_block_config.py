@@ -44,6 +44,26 @@ def test_names_of_other_libraries_are_answered_with_ours(family, config, name, o
             make(64, **{name: 1})
 
 
+@pytest.mark.parametrize(
+    ("config", "name", "hint"),
+    [
+        (Mamba2Config, "nheads", "there are expand · d_model / headdim heads, so give headdim"),
+        (Mamba3Config, "num_heads", "there are expand · d_model / headdim heads, so give headdim"),
+        (Mamba1Config, "d_inner", "it is expand · d_model, so give expand"),
+    ],
+)
+def test_numbers_that_follow_from_others_are_answered_with_the_fields_to_set(config, name, hint):
+    with pytest.raises(TypeError, match=f"{config.__name__} has no field '{name}': {hint}"):
+        config(64, **{name: 4})
+
+
+@pytest.mark.parametrize("config", [Mamba2Config, Mamba3Config])
+def test_a_size_beyond_all_that_can_be_computed_is_rejected(config):
+    assert config(64, chunk_size=2**31 - 1).chunk_size == 2**31 - 1
+    with pytest.raises(ValueError, match=rf"chunk_size must be at most 2147483647, got {2**40}"):
+        config(64, chunk_size=2**40)
+
+
 def test_a_rank_without_mimo_warns_that_the_block_is_siso():
     for make in (Mamba3, Mamba3Config):
         with pytest.warns(UserWarning, match="mimo_rank = 2 is ignored without is_mimo=True: the block is SISO"):

@@ -47,6 +47,22 @@ def test_they_are_rejected_by_name(tmp_path, name, tokenizer):
     assert len(told) == 1
 
 
+def test_bytes_of_another_encoding_are_learned_and_reported(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 " * 20)
+    lines = []
+    assert len(find_text(config_of(tmp_path), lines.append).documents) == 1
+    (line,) = lines
+    assert line.startswith(f"1 file is not UTF-8 text (first {tmp_path / 'a.txt'}: byte 3), and learned as bytes")
+    (tmp_path / "b.txt").write_bytes("x".encode() * (2**16 - 1) + "é".encode())  # a character across the end of the head
+    (tmp_path / "c.txt").write_bytes(b"\xff" * 20)
+    find_text(config_of(tmp_path), lines.append)
+    assert lines[1].startswith("2 files are not UTF-8 text")
+    find_text(config_of(tmp_path, format="text"), lines.append)  # "the bytes of any file as they are"
+    assert len(lines) == 2
+    with pytest.raises(UnusableTextError, match="2 in all"):
+        find_text(config_of(tmp_path, tokenizer="bpe:300"))
+
+
 def test_stdin_is_judged_like_a_file(monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(WORDS.encode("utf-16"))))
     with pytest.raises(UnusableTextError, match="stdin: UTF-16 text"):

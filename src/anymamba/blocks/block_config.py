@@ -11,6 +11,14 @@ from anymamba.core.config_fields import field_types, suggest
 # Options of the official blocks that tune kernels or distribute them over devices; they do not change results.
 IGNORED_OPTIONS = frozenset({"use_mem_eff_path", "use_fast_path", "process_group", "sequence_parallel", "layer_idx"})
 
+MAX_CONFIG_NUMBER = 2**31 - 1  # nothing larger can be computed with
+
+# Numbers that follow from others, by the names that people give them, and the fields to set instead.
+_DERIVED_NUMBERS = {
+    **dict.fromkeys(("nheads", "n_heads", "num_heads"), ("headdim", "there are expand · d_model / headdim heads")),
+    "d_inner": ("expand", "it is expand · d_model"),
+}
+
 # Names that burn-mamba and transformers give to our fields.
 FOREIGN_NAMES = {
     "a_init_range": "A_init_range",
@@ -133,16 +141,20 @@ def check_field_names(kind: Any, names: Iterable[str]) -> None:
     known = [field.name for field in dataclasses.fields(kind)]
     for name in sorted(set(names) - set(known)):
         ours = FOREIGN_NAMES.get(name)
-        hint = f"; did you mean {ours}?" if ours in known else suggest(name, known)
+        field, formula = _DERIVED_NUMBERS.get(name, ("", ""))
+        if field in known:
+            hint = f": {formula}, so give {field}"
+        else:
+            hint = f"; did you mean {ours}?" if ours in known else suggest(name, known)
         raise TypeError(f"{kind.__name__} has no field {name!r}{hint}")
 
 
 def check_sizes(config: Any) -> None:
-    """Raise unless every field annotated as `int` is an integer, at least 1, or 0 if it is one of `OPTIONAL_SIZES`.
+    """Raise unless every field annotated as `int` is an integer from 1 to 2³¹ - 1, or 0 if in `OPTIONAL_SIZES`.
 
     Raises:
         TypeError: A field is not an integer.
-        ValueError: A field is below 1.
+        ValueError: A field is below 1, or larger than anything can be computed with.
     """
     for field in dataclasses.fields(config):
         value, where = getattr(config, field.name), f"{type(config).__name__}: {field.name}"
@@ -154,3 +166,5 @@ def check_sizes(config: Any) -> None:
         if value < least and field.name != "d_ssm":  # which has its own range
             none = "None or " if field.type == "int | None" else ""
             raise ValueError(f"{where} must be {none}at least {least}, got {value}")
+        if value > MAX_CONFIG_NUMBER:
+            raise ValueError(f"{where} must be at most {MAX_CONFIG_NUMBER}, got {value}")

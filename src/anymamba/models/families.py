@@ -13,7 +13,7 @@ from typing import Any
 
 from anymamba.blocks.attention import Attention
 from anymamba.blocks.base import Block
-from anymamba.blocks.block_config import FOREIGN_NAMES, ignored_options
+from anymamba.blocks.block_config import FOREIGN_NAMES, MAX_CONFIG_NUMBER, ignored_options
 from anymamba.blocks.mamba1 import Mamba1
 from anymamba.blocks.mamba2 import Mamba2
 from anymamba.blocks.mamba3 import Mamba3
@@ -24,8 +24,6 @@ from anymamba.core.config_fields import coerce_value, field_types, suggest
 FAMILIES: dict[str, type[Block]] = {"Mamba1": Mamba1, "Mamba2": Mamba2, "Mamba3": Mamba3, "Attention": Attention}
 BUILT_IN = frozenset(FAMILIES)
 ENTRY_POINTS = "anymamba.families"  # the group in which a package names its families: Leaky = "package.module:Leaky"
-
-MAX_CONFIG_NUMBER = 2**31 - 1  # nothing larger can be computed with
 
 # Names that burn-mamba and transformers give to our fields of blocks, stacks and models.
 _FOREIGN_NAMES = FOREIGN_NAMES | {

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from anymamba.blocks.base import Block
+from anymamba.blocks.block_config import MAX_CONFIG_NUMBER
 from anymamba.core.config_fields import coerce_value, field_types
-from anymamba.models.families import MAX_CONFIG_NUMBER, family_name, get_family, make_block_config, suggest_field
+from anymamba.models.families import family_name, get_family, make_block_config, suggest_field
 from anymamba.models.stack.class_tokens import Position, check_positions
 
 MAX_PASSES = 2**16  # more than any real model; limits the work that one number in a config can ask for

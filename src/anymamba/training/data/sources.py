@@ -17,7 +17,7 @@ from anymamba.training.data.documents import Document, Text, line_text, split
 
 _LINES_SUFFIXES = (".jsonl", ".ndjson")
 _BLOCK_BYTES = 2**20  # that are read at once
-_BINARY_CHECK_BYTES = 2**16  # in which a binary file has a NUL byte
+_HEAD_BYTES = 2**16  # in which a binary file has a NUL byte, and one in another encoding is not UTF-8
 _MAX_LISTED = 20  # problems that are listed one by one
 _PACKED_SUFFIXES = (
     ".gz",
@@ -43,11 +43,12 @@ _BYTE_ORDER_MARKS = {
 
 
 def find_text(config: DataSection, report: Callable[[str], None] = lambda _: None) -> Text:
-    """Find the text that a config names, and split it in two; `report` receives a line for each file that is skipped.
+    """Find the text that a config names, and split it in two.
 
+    `report` receives a line for each file that is skipped, and one if bytes of another encoding than UTF-8 are learned.
     Raise `UnusableTextError` if some of it cannot be used, and the config does not skip such files.
     """
-    stdin = b""
+    stdin, utf8 = b"", config.tokenizer not in ("bytes", None)
     if "-" in config.sources:
         if sys.stdin is None:
             raise ValueError('data.sources: "-" means stdin, which is closed')
@@ -58,12 +59,14 @@ def find_text(config: DataSection, report: Callable[[str], None] = lambda _: Non
         config.format,
         stdin,
         exclude=config.exclude,
-        utf8=config.tokenizer not in ("bytes", None),
+        utf8=utf8,
     )
     if problems and (config.on_error == "stop" or not documents):
         raise UnusableTextError(problems)
     for line in shorten_list(problems):
         report(f"skipped: {line}")
+    if not utf8 and config.format != "text":
+        _report_other_encodings(documents, stdin, report)
     return Text(documents, *split(documents, config.held_out, stdin), stdin, problems)
 
 
@@ -220,7 +223,7 @@ def check_not_utf16(head: bytes, where: str = "") -> None:
 
 def check_not_binary(document: Document, stdin: bytes) -> None:
     """Raise `ValueError` if the beginning of a file has a NUL byte, which no text in an encoding like ASCII has."""
-    offset = document.read_range(stdin, 0, _BINARY_CHECK_BYTES).find(b"\0")
+    offset = document.read_range(stdin, 0, _HEAD_BYTES).find(b"\0")
     if offset >= 0:
         raise ValueError(f"binary, not text (a NUL byte at byte {offset})")
 
@@ -240,6 +243,24 @@ def check_utf8(document: Document, stdin: bytes) -> None:
             if not block:
                 return
             offset += len(block)
+
+
+def _report_other_encodings(documents: list[Document], stdin: bytes, report: Callable[[str], None]) -> None:
+    """Report in one line the files whose beginnings are not UTF-8: a model of bytes learns them as they are."""
+    names = []
+    for document in documents:
+        if document.line is None:  # JSON lines have been parsed
+            try:
+                head = document.read_range(stdin, 0, _HEAD_BYTES)
+                codecs.getincrementaldecoder("utf-8")().decode(head)
+            except UnicodeDecodeError as error:
+                names.append(f"{document.path or 'stdin'}: byte {error.start}")
+    if names:
+        subject = "1 file is" if len(names) == 1 else f"{len(names):,} files are"
+        report(
+            f"{subject} not UTF-8 text (first {names[0]}), and learned as bytes; "
+            "if it is Latin-1: iconv -f LATIN1 -t UTF-8 FILE > NEW"
+        )
 
 
 def _lines_of(document: Document, field: str, stdin: bytes, problems: list[str]) -> Iterator[Document]:
