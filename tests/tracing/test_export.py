@@ -1,5 +1,7 @@
 """A graph names computations: it runs with kernels and without, and inside `portable()` it needs nothing of ours."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -109,6 +111,19 @@ def test_onnx_computes_a_block_of_any_length(family, tmp_path):
     inputs = [torch.randn(2, length, 16) for length in (3, 8, 19)]
     for x, y in zip(inputs, onnx_outputs(block, inputs[2], ({1: TIME["t"]},), inputs, tmp_path), strict=True):
         assert_near(y, block(x), 4 * FLOOR[torch.float32])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_portable", [True, False])
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_the_former_exporter_to_onnx_says_what_to_call_instead(is_portable, is_wrapped, tmp_path):
+    block, x = BLOCKS["mamba2"]().eval(), torch.randn(1, 6, 16)
+    module = OnPath(block, SsdPath()) if is_wrapped else block
+    with (
+        portable() if is_portable else nullcontext(),
+        pytest.raises(RuntimeError, match=r"^torch.onnx.export\(dynamo=False\) is not supported: pass dynamo=True, .*"),
+    ):
+        torch.onnx.export(module, (x,), tmp_path / "model.onnx", dynamo=False, verbose=False)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -53,7 +53,7 @@ def test_bytes_of_another_encoding_are_learned_and_reported(tmp_path):
     assert len(find_text(config_of(tmp_path), lines.append).documents) == 1
     (line,) = lines
     assert line.startswith(f"1 file is not UTF-8 text (first {tmp_path / 'a.txt'}: byte 3), and learned as bytes")
-    (tmp_path / "b.txt").write_bytes("x".encode() * (2**16 - 1) + "é".encode())  # a character across the end of the head
+    (tmp_path / "b.txt").write_bytes(b"x" * (2**16 - 1) + "é".encode())  # a character across the end of the head
     (tmp_path / "c.txt").write_bytes(b"\xff" * 20)
     find_text(config_of(tmp_path), lines.append)
     assert lines[1].startswith("2 files are not UTF-8 text")

@@ -17,11 +17,15 @@ from anymamba.core.checks import check_dtype_and_device, check_memory, check_mut
 from anymamba.core.context_parallel import SequencePart
 from anymamba.core.dtypes import is_autocast, state_dtype
 from anymamba.core.layout import Padding
-from anymamba.core.operators import is_tracing
+from anymamba.core.operators import check_onnx_exporter, is_tracing
 from anymamba.core.weight_formats import QuantizedWeight
 from anymamba.kernels.compiled_step import StepSource, usable_step
 from anymamba.kernels.step_description import OUTPUT, StepBuilder
 from anymamba.scan import SsdPath
+
+
+# Default of a cache that was not given. An empty tuple is what the exporter of torch.jit can pass on.
+_NO_CACHE: Any = ()
 
 
 class Block(nn.Module):
@@ -58,7 +62,7 @@ class Block(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "b *t d"],
-        cache: Any = ...,
+        cache: Any = _NO_CACHE,
         *positional: Any,
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
@@ -85,7 +89,7 @@ class Block(nn.Module):
             TypeError: `cache` is given without `return_cache`.
         """
         self._check_positions("forward", positional)
-        if cache is ...:
+        if isinstance(cache, tuple) and not cache:
             cache = None
         elif return_cache is None:
             raise TypeError(
@@ -310,6 +314,7 @@ class Block(nn.Module):
 
     def _check_positions(self, method: str, positional: tuple[Any, ...]) -> None:
         """Raise if options are given by position, as a path is in burn-mamba."""
+        check_onnx_exporter()  # it gives every option by position
         if positional:
             raise TypeError(
                 f"{type(self).__name__}.{method}: options after the cache must be given by name, such as "

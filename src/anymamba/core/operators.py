@@ -92,6 +92,7 @@ class Operator:
         if is_checked:
             anomaly.check_tensors_finite(f"{self.name}: input", self.names, inputs, self._may_be_infinite)
         if is_portable():
+            check_onnx_exporter()
             outputs = self.definition(*inputs)
         elif is_traced:
             if not torch.compiler.is_compiling():
@@ -169,6 +170,7 @@ class Operator:
 
     def _check_no_onnx(self) -> None:
         """Raise `RuntimeError` during an export to ONNX, which has no such operator."""
+        check_onnx_exporter()
         if torch.onnx.is_in_onnx_export():
             raise RuntimeError(
                 f"ONNX has no operator anymamba::{self.name}: call torch.onnx.export inside `with anymamba.portable():`"
@@ -225,6 +227,18 @@ def _autograd() -> Iterator[None]:
             yield
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, excluded)
+
+
+def check_onnx_exporter() -> None:
+    """Raise `RuntimeError` in torch's former exporter to ONNX, which lacks operators that every block needs."""
+    if (
+        not torch.compiler.is_compiling()
+        and torch.onnx.is_in_onnx_export()
+        and torch._C._get_tracing_state() is not None
+    ):
+        raise RuntimeError(
+            "torch.onnx.export(dynamo=False) is not supported: pass dynamo=True, inside `with anymamba.portable():`"
+        )
 
 
 def is_tracing() -> bool:
