@@ -23,7 +23,6 @@ from anymamba.kernels.compiled_step import StepSource, usable_step
 from anymamba.kernels.step_description import OUTPUT, StepBuilder
 from anymamba.scan import SsdPath
 
-
 # Default of a cache that was not given. An empty tuple is what the exporter of torch.jit can pass on.
 _NO_CACHE: Any = ()
 
