@@ -245,7 +245,7 @@ def test_loading_in_fewer_bits_takes_the_memory_of_the_quantized_weights_once(fo
     command = [sys.executable, "-c", MEASURE, tmp_path / "large", tmp_path / "small", "float32", format]
     kept, peak, weights = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
     assert kept < 1.2 * weights
-    assert peak < 1.2 * weights + 2**23  # what quantizing some rows takes
+    assert peak < 1.3 * weights + 2**23  # what quantizing some rows takes
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin", "old bin"])

@@ -205,6 +205,7 @@ def test_the_residual_layer_of_the_first_versions_takes_no_mlp():
         assert torch.equal(mine, others)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("kind", ["v1", "v2"])
 @pytest.mark.parametrize("halves", [False, True])
 def test_a_block_in_both_directions_is_vims(kind, halves):

@@ -58,7 +58,7 @@ def test_enlarged_pixels_in_their_order():
     order = permuted.order_of_pixels()
     assert sorted(order.tolist()) == list(range(784))
     assert np.abs(np.diff(order)).mean() > 100
-    assert_near(torch.from_numpy(permuted.enlarged(torch.full((1, 64), 8))), torch.full((1, 784), 0.5), 1e-6)
+    assert_near(torch.from_numpy(permuted.enlarge(torch.full((1, 64), 8))), torch.full((1, 784), 0.5), 1e-6)
 
 
 def test_the_permuted_command(tmp_path, capsys, monkeypatch):

@@ -312,6 +312,7 @@ def test_a_tokenizer_without_bytes_is_an_error(tmp_path):
         compile_grammar(Grammar("regex", "a"), FileTokenizer(bare(tmp_path, "</s>")))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_options_are_checked():
     for options, error, words in (
         ({"regex": "a", "choices": ["a"]}, ValueError, "got regex and choices"),

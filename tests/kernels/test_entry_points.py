@@ -11,6 +11,7 @@ from torch import nn
 
 from anymamba import Mamba2, Mamba3, SsdPath
 from anymamba.blocks.layers import CausalConv, GatedRMSNorm
+from anymamba.kernels import describe_kernels
 from anymamba.kernels.cpu import bindings, schema
 from anymamba.ops.norms_and_gates import rank_gate
 from anymamba.scan import scan
@@ -209,4 +210,5 @@ def test_a_mistake_in_the_environment_is_one_line_and_exit_code_2():
     command = [sys.executable, "-m", "anymamba", "info"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "anymamba: ANYMAMBA_KERNELS must be one of on, off, cpu, got 'no'\n"
+    libraries = ", ".join(describe_kernels())
+    assert done.stderr == f"anymamba: ANYMAMBA_KERNELS must be one of on, off, {libraries}, got 'no'\n"

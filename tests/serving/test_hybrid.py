@@ -87,7 +87,7 @@ def test_slots_keep_each_rows_cache():
 
 def test_a_turn_reads_only_its_new_text_and_replies_as_a_fresh_read():
     model = hybrid(torch.float64)  # in which rounding moves no token
-    limits = Limits(max_requests=9, max_prompt_tokens=999, max_tokens=99, request_seconds=99)
+    limits = Limits(max_requests=9, max_prompt_tokens=999, max_tokens=99, request_seconds=99.0)
 
     def make_service():
         cache = StateCache(model, 2**28)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 import warnings
-from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -174,7 +173,7 @@ def _raise_missing(kind: type[Exception], name: str) -> NoReturn:
 class _Finder(MetaPathFinder, Loader):
     """Importer that creates the modules of `TABLE`, and raises for other modules of the two packages."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> Any:
         if fullname.partition(".")[0] not in PACKAGES:
             return None
         if fullname not in TABLE:

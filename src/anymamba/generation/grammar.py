@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -70,7 +70,7 @@ class Grammar:
             raise TypeError(f"a JSON schema must be plain data, as JSON has it ({error})") from error
 
     @classmethod
-    def from_choices(cls, choices: Sequence[str]) -> Grammar:
+    def from_choices(cls, choices: Any) -> Grammar:
         """Return a list of texts."""
         if isinstance(choices, str) or not all(isinstance(choice, str) and choice for choice in choices):
             raise TypeError(f"choices must be a list of texts that are not empty, got {choices!r:.60}")
@@ -80,9 +80,7 @@ class Grammar:
         return cls("lark", f"start: CHOICE\nCHOICE: {texts}")
 
 
-def read_grammar(
-    schema: Any = None, regex: str | None = None, grammar: str | None = None, choices: Sequence[str] | None = None
-) -> Grammar | None:
+def read_grammar(schema: Any = None, regex: Any = None, grammar: Any = None, choices: Any = None) -> Grammar | None:
     """Return the grammar that one of four options describes, or None if all are None.
 
     Raises:
