@@ -32,6 +32,7 @@ SHARED_BYTES = {"cuda": 99 * 1024, "hip": 64 * 1024}
 # Backward kernels that may spill registers, and why.
 SPILLING = {
     "scan_channels_backward": "holds a state, its gradient and that of the rates; 8 bytes in float32 on sm_80",
+    "rotate_keys_backward": "reduces large angles for sine and cosine; 8 to 24 bytes on sm_80 and sm_100",
     "write_key_query_gradients": "adds up two gradients over heads, next to two squares of a chunk's rows",
 }
 TYPES = {
