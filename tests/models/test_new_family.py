@@ -92,11 +92,13 @@ class TestRegistration:
         assert FAMILIES["Mamba2"] is Mamba2
 
     @pytest.mark.parametrize("family", [nn.Linear, Leaky(8), "Leaky"])
+    @pytest.mark.usefixtures("unchecked")
     def test_a_family_is_a_subclass_of_block(self, family):
         with pytest.raises(TypeError, match=r"Other must be a subclass of anymamba.blocks.Block, got "):
             register_family("Other", family)
 
     @pytest.mark.parametrize("name", ["", None])
+    @pytest.mark.usefixtures("unchecked")
     def test_a_name_is_a_string(self, name):
         with pytest.raises(TypeError, match="the name must be a string that is not empty"):
             register_family(name, Leaky)
@@ -148,6 +150,7 @@ class TestEntryPoints:
             (f"{__name__}:LeakyCache", "TypeError: .*must be a subclass of anymamba.blocks.Block"),
         ],
     )
+    @pytest.mark.usefixtures("unchecked")
     def test_one_that_cannot_be_loaded_is_one_error(self, tmp_path, monkeypatch, value, error):
         write_package(tmp_path, "Broken", value)
         monkeypatch.syspath_prepend(tmp_path)

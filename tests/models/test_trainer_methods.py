@@ -50,6 +50,7 @@ class TestMasks:
             ({"attention_mask": torch.ones(4)}, r"attention_mask must have shape \(b, t\), got \(4,\)"),
         ],
     )
+    @pytest.mark.usefixtures("unchecked")
     def test_what_there_is_not_is_an_error(self, options, message):
         options = {name: x.long() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         with pytest.raises(ValueError, match=message):
