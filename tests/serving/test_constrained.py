@@ -175,4 +175,5 @@ def test_a_grammar_that_explodes_is_a_400_and_delays_nobody(client, server):
         assert ask(client, temperature=0).choices[0].finish_reason
         time.sleep(0.1)
     assert len(errors) == 2
-    assert all("cannot be used" in error for error in errors)
+    # On a fast processor, the second one may be compiled in time, and exceed the engine's limits afterwards.
+    assert all("cannot be used" in error or "too complex" in error for error in errors), errors

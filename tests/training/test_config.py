@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+from anymamba.blocks import Block
 from anymamba.core.config_fields import literal_choices
 from anymamba.models.families import FAMILIES
 from anymamba.training import TrainingConfig, read_config
@@ -165,7 +166,7 @@ def test_default_sizes_fit_a_family_whose_inner_width_is_another(monkeypatch):
         d_model: int
         headdim: int = 64
 
-    class Heads:
+    class Heads(Block):
         CONFIG = HeadsConfig
 
     monkeypatch.setitem(FAMILIES, "Heads", Heads)
