@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 from anymamba.core.available_cores import CoreLimit, available_cores
 
-SPIN_COUNT = 0
+SPIN_COUNT = 1000
 """How often a thread of libgomp looks for work before it sleeps, in the `anymamba` command.
 
 From libgomp's source: without a setting, a thread looks 300,000 times, by its own estimate 3 ms; 100 times if there are
 more threads than the cores that it may run on, which counts neither other programs nor a quota; and with 0 it sleeps
-at once. 0 is the one number that never takes time from another thread, on any processor. Its price is that a sleeping
-thread must be woken for each parallel operation. `python -m benchmarks.waiting` compares numbers.
+at once. A thread that sleeps must be woken for each parallel operation. 1,000 cost nothing on an idle machine and kept
+most of what 0 gains next to a busy program (`python -m benchmarks.waiting`, in benchmarks/RESULTS.md).
 """
 _WAITING_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # the first has precedence in libgomp
 _COUNT_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
